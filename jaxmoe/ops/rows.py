@@ -1,0 +1,50 @@
+"""Rows grouped by expert: what flows between the rooms of the pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jaxmoe.config import Layout
+from jaxmoe.quant.tensors import QuantizedRows
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GroupedRows:
+    """Rows sorted by expert, in one of three layouts. ``alignment`` (A) rows is the step experts start at.
+
+    ============ =================== =====================================================================
+    layout       rows                ``group``, int32
+    ============ =================== =====================================================================
+    psum         [M, W], M % A == 0  [El] end row (exclusive) of each expert's real rows; expert g starts at
+                                     ``end[g-1]`` rounded up to A, expert 0 at 0
+    contiguous   [M, W], M % A == 0  [M] expert of each row, -1 for padding; no A-row tile mixes experts
+    masked       [El, C, W]          [El] real rows of each expert, at the front of its C rows; C % A == 0
+    ============ =================== =====================================================================
+
+    Rows that belong to no expert hold anything (also NaN) once they have been through a GEMM; they must be
+    selected away, never multiplied away.
+
+    Attributes:
+      rows: a plain float array, or :class:`QuantizedRows` of the same leading shape.
+      group: as above.
+      layout, alignment: static.
+    """
+
+    rows: Array | QuantizedRows
+    group: Array
+    layout: Layout = dataclasses.field(metadata={"static": True})
+    alignment: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def values(self) -> Array:
+        """The row values, quantised or not."""
+        return self.rows.values if isinstance(self.rows, QuantizedRows) else self.rows
+
+    def with_rows(self, rows: Array | QuantizedRows) -> GroupedRows:
+        """The same grouping over other rows."""
+        return dataclasses.replace(self, rows=rows)
