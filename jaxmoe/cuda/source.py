@@ -1,0 +1,20 @@
+"""The source of one kernel as data: what :mod:`jaxmoe.cuda.jit` hashes, compiles and caches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSource:
+    """CUDA source that instantiates exactly one kernel.
+
+    Attributes:
+      name: what runs, for messages, profiles and file names, e.g. ``sm90_fp8_1d2d_m_grouped_psum``.
+      arch: what to compile for, ``sm_90a`` or ``sm_100f``.
+      code: the translation unit. Equal code for an equal arch is the same cubin.
+    """
+
+    name: str
+    arch: str
+    code: str
