@@ -8,6 +8,7 @@ experts, K experts per token, R expert-parallel ranks, M rows of a grouped buffe
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, get_args
 
 from jaxmoe.errors import FormatError, ShapeError
@@ -40,7 +41,9 @@ class RouterConfig:
       top_k: K.
       score: how logits become scores; ``raw`` uses the logits themselves.
       softmax_after_topk: take the top K logits first and the softmax over those K (gpt-oss, Mixtral).
-      renormalize: divide the K chosen scores by their sum.
+      renormalize: divide the K chosen scores by their sum (a softmax over K sums to 1 anyway).
+      renormalize_floor: the divisor is at least this, so that K scores of 0 give weights of 0 (ERNIE-4.5's
+        ``moe_norm_min`` is 1e-12).
       num_groups, top_groups: grouped top-k: only experts of the best ``top_groups`` of ``num_groups`` equal groups
         can be chosen (DeepSeek-V3).
       group_score: what a group is ranked by: the sum of its two best selection scores, or its best.
@@ -55,6 +58,7 @@ class RouterConfig:
     score: Score = "softmax"
     softmax_after_topk: bool = False
     renormalize: bool = True
+    renormalize_floor: float = 1e-20
     num_groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = "top2_sum"
@@ -84,6 +88,10 @@ class RouterConfig:
                 f"group_score 'top2_sum' needs groups of at least 2 experts, got {e} experts in {n} groups; "
                 "use fewer groups or group_score='max'"
             )
+        if not 1e-37 <= self.renormalize_floor < math.inf:
+            raise ValueError(f"renormalize_floor is {self.renormalize_floor}; it must be finite and at least 1e-37")
+        if not math.isfinite(self.scaling_factor):
+            raise ValueError(f"scaling_factor is {self.scaling_factor}; it must be finite (1.0 leaves weights alone)")
         if self.softmax_after_topk and self.score != "softmax":
             raise ValueError(f"softmax_after_topk goes with score 'softmax', not {self.score!r}")
         if self.hash_routing and (n > 1 or self.correction_bias):
