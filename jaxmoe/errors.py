@@ -29,3 +29,11 @@ class BackendUnavailable(NotImplementedError):
 
 class KernelNotCompiled(RuntimeError):
     """A cubin is missing at execution; the message holds the ``jaxmoe warmup`` call that makes it."""
+
+
+class KernelCompileError(RuntimeError):
+    """The compiler refused a kernel source; the message holds its log, the kernel, the arch and the include paths."""
+
+
+class CacheError(RuntimeError):
+    """The cubin cache cannot be written; names the directory, the reason and the way out."""
