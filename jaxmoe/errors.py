@@ -19,6 +19,10 @@ class LossyConversionError(ValueError):
     """A load-time weight conversion would change values; names the expert, the block and the worst error."""
 
 
+class LossyConversionWarning(UserWarning):
+    """A load-time weight conversion changed values, as allowed; names the expert, the block and the worst error."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint tensor is missing, unexpected, wrongly shaped or wrongly typed; names the tensor."""
 
