@@ -1,0 +1,30 @@
+"""Weight formats, quantised arrays, and the ways between them."""
+
+from jaxmoe.quant.convert import ConversionReport as ConversionReport
+from jaxmoe.quant.convert import convert as convert
+from jaxmoe.quant.convert import expand_per_tensor as expand_per_tensor
+from jaxmoe.quant.convert import mxfp4_to_fp8 as mxfp4_to_fp8
+from jaxmoe.quant.convert import mxfp8_to_fp8 as mxfp8_to_fp8
+from jaxmoe.quant.convert import requantize_ue8m0 as requantize_ue8m0
+from jaxmoe.quant.convert import to_mxfp8 as to_mxfp8
+from jaxmoe.quant.formats import BF16 as BF16
+from jaxmoe.quant.formats import FORMATS as FORMATS
+from jaxmoe.quant.formats import MXFP4 as MXFP4
+from jaxmoe.quant.formats import MXFP8 as MXFP8
+from jaxmoe.quant.formats import ActivationQuant as ActivationQuant
+from jaxmoe.quant.formats import FP8Block as FP8Block
+from jaxmoe.quant.formats import FP8BlockUE8M0 as FP8BlockUE8M0
+from jaxmoe.quant.formats import WeightFormat as WeightFormat
+from jaxmoe.quant.sharding import concat_n as concat_n
+from jaxmoe.quant.sharding import pad_n as pad_n
+from jaxmoe.quant.sharding import slice_experts as slice_experts
+from jaxmoe.quant.sharding import slice_k as slice_k
+from jaxmoe.quant.sharding import slice_n as slice_n
+from jaxmoe.quant.sharding import stack_experts as stack_experts
+from jaxmoe.quant.tensors import GroupedWeight as GroupedWeight
+from jaxmoe.quant.tensors import QuantizedRows as QuantizedRows
+from jaxmoe.quant.weights import canonical_scales as canonical_scales
+from jaxmoe.quant.weights import dequantize as dequantize
+from jaxmoe.quant.weights import dequantize_expert as dequantize_expert
+from jaxmoe.quant.weights import from_canonical as from_canonical
+from jaxmoe.quant.weights import quantize_weight as quantize_weight
