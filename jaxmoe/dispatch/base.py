@@ -1,0 +1,40 @@
+"""What a transport is: it takes tokens to the experts' devices, and the experts' results back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """Tokens on the device of their experts. N rows, of which any may be unused.
+
+    Attributes:
+      x: [N, H]; rows without an id hold anything.
+      ids: int32 [N, K], local expert ids 0..El-1, -1 for none and for experts that live elsewhere.
+      weights: f32 [N, K], final; not read where the id is -1.
+      state: what the transport needs to bring results back, a pytree or None.
+    """
+
+    x: Array
+    ids: Array
+    weights: Array
+    state: Any = None
+
+
+class Dispatch(Protocol):
+    """A transport."""
+
+    def dispatch(self, x: Array, ids: Array, weights: Array) -> Dispatched:
+        """Sends tokens x [T, H] to the devices of their experts; ids [T, K] are global, -1 for none."""
+        ...
+
+    def combine(self, y: Array, dispatched: Dispatched) -> Array:
+        """Brings y [N, H], weighted and summed over local experts, back: f32 [T, H], summed over devices."""
+        ...

@@ -1,0 +1,124 @@
+"""The token's way, room by room:
+
+    router ─► dispatch ─► pre_permute ─► gemm1 ─► activation ─► gemm2 ─► post_permute ─► combine
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.config import Execution, Layout, MoEConfig
+from jaxmoe.dispatch.base import Dispatch
+from jaxmoe.dispatch.local import Local
+from jaxmoe.layer.checks import check_inputs, check_params
+from jaxmoe.layer.params import ExpertWeights, MoEParams
+from jaxmoe.layer.shared_experts import shared_gate, shared_mlp
+from jaxmoe.ops.gated_act import gated_act
+from jaxmoe.ops.grouped_gemm import grouped_gemm, row_alignment
+from jaxmoe.ops.permute import group_tokens, permute, unpermute
+from jaxmoe.ops.quantize import quantize
+from jaxmoe.router import Routing, append_shared_slots, route
+
+Array = jax.Array
+
+
+def moe(
+    params: MoEParams,
+    x: Array,
+    config: MoEConfig,
+    execution: Execution | None = None,
+    *,
+    token_ids: Array | None = None,
+    valid: Array | None = None,
+    routing: Routing | None = None,
+    transport: Dispatch | None = None,
+) -> Array:
+    """One MoE layer: ``y = Σ_k weight_k · expert_k(x) + shared(x)``, summed in f32 and rounded once.
+
+    Works eagerly and under ``jax.jit`` with ``config`` and ``execution`` static; one compile serves every routing of
+    a shape.
+
+    Args:
+      params: the layer's parameters.
+      x: [..., H], bf16 or f32; the leading axes together are T tokens.
+      config: what the layer is.
+      execution: how it runs; None is ``Execution()``.
+      token_ids: int32 [...], needed by hash routing.
+      valid: bool [...]; rows where it is False may hold anything, take no expert and come out as exactly 0.
+      routing: ids and final weights [T, K] to use in place of the router's; ``routed_scaling_factor`` must
+        already be in the weights.
+      transport: how tokens reach experts on other devices; None: all experts are here.
+
+    Returns:
+      [..., H] in x's dtype.
+
+    Raises:
+      ShapeError, FormatError, ValueError: parameters, inputs and config do not fit; the message has the numbers.
+    """
+    execution = Execution() if execution is None else execution
+    transport = Local() if transport is None else transport
+    check_params(params, config, local=isinstance(transport, Local))
+    check_inputs(x, config, token_ids=token_ids, valid=valid, routing=routing)
+    shape = x.shape
+    x = x.reshape(-1, config.hidden)
+    if valid is not None:
+        valid = valid.reshape(-1)
+        x = jnp.where(valid[:, None], x, jnp.zeros((), x.dtype))
+
+    if routing is None:
+        tokens = None if token_ids is None else token_ids.reshape(-1)
+        routing = route(params.router, x, config.router, token_ids=tokens, valid=valid)
+    elif valid is not None:
+        routing = Routing(jnp.where(valid[:, None], routing.ids, -1), routing.weights)
+    if config.fused_slots:
+        gate = shared_gate(params.shared, x)
+        routing = append_shared_slots(routing, config.router.num_experts, config.fused_slots, gate, valid)
+
+    dispatched = transport.dispatch(x, routing.ids, routing.weights)
+    routed = experts(params.experts, dispatched.x, dispatched.ids, dispatched.weights, config, execution)
+    y = transport.combine(routed, dispatched)
+
+    if config.shared is not None and not config.shared.fused:
+        y = y + shared_mlp(params.shared, x, config, execution)
+    if valid is not None:
+        y = jnp.where(valid[:, None], y, 0)
+    return y.astype(x.dtype).reshape(shape)
+
+
+def experts(
+    weights: ExpertWeights, x: Array, ids: Array, combine_weights: Array, config: MoEConfig, execution: Execution
+) -> Array:
+    """The rooms between the transports: pre_permute, both GEMMs with the activation between them, post_permute.
+
+    Args:
+      weights: El local experts.
+      x: [N, H], bf16 or f32; rows without an id may hold anything.
+      ids: int32 [N, K], local expert ids, -1 for none.
+      combine_weights: f32 [N, K].
+
+    Returns:
+      f32 [N, H]: the weighted sum over each row's local experts, 0 for a row without any.
+    """
+    grouping = group_tokens(
+        ids,
+        weights.gate_up.num_experts,
+        layout=choose_layout(execution),
+        alignment=execution.row_alignment or row_alignment(execution.backend),
+        capacity=execution.masked_capacity,
+    )
+    quant = config.weights.activation if execution.quantize_activations else None
+    backend, valid = execution.backend, grouping.valid
+
+    rows = permute(x, grouping)
+    if quant is not None:
+        rows = rows.with_rows(quantize(rows.rows, quant, valid=valid, backend=backend))
+    h = grouped_gemm(rows, weights.gate_up, bias=weights.gate_up_bias, out_dtype=x.dtype, backend=backend)
+    a = gated_act(h, config.activation, quant=quant, valid=valid, backend=backend)
+    y = grouped_gemm(rows.with_rows(a), weights.down, bias=weights.down_bias, out_dtype=x.dtype, backend=backend)
+    return unpermute(y, grouping.slots, combine_weights, out_dtype=jnp.float32)
+
+
+def choose_layout(execution: Execution) -> Layout:
+    """The layout a run takes: the one asked for; ``auto`` is psum."""
+    return "psum" if execution.layout == "auto" else execution.layout
