@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,15 +25,15 @@ def choose(gemm: Gemm, *, num_sms: int, mk_alignment: int = 128) -> Config:
         on SM100.
 
     Raises:
-      ShapeError: an empty GEMM, an odd ``num_sms``, an alignment below 1.
+      ShapeError: an empty GEMM, an odd ``num_sms``, an alignment that is not a multiple of 16.
       BackendUnavailable: no configuration fits into shared memory.
     """
     if min(gemm.m, gemm.n, gemm.k, gemm.groups) < 1:
-        raise ShapeError(f"m {gemm.m}, n {gemm.n}, k {gemm.k}, groups {gemm.groups}: there is nothing to configure below 1")
+        raise ShapeError(f"m {gemm.m}, n {gemm.n}, k {gemm.k}, groups {gemm.groups}: each must be at least 1")
     if num_sms < 2 or num_sms % 2:
         raise ShapeError(f"num_sms is {num_sms}; the kernels run on an even number of SMs, at least 2")
-    if mk_alignment < 1:
-        raise ShapeError(f"mk_alignment is {mk_alignment}; it must be at least 1")
+    if mk_alignment < 16 or mk_alignment % 16:
+        raise ShapeError(f"mk_alignment is {mk_alignment}; it must be a multiple of 16, at least 16")
     choice = _choose_sm90 if gemm.arch == "sm_90" else _choose_sm100
     return choice(gemm, num_sms, mk_alignment)
 
@@ -221,7 +220,7 @@ def _rank_sm100(gemm: Gemm, c: Config) -> tuple[int, ...]:
 def _found(config: Config | None, gemm: Gemm, num_sms: int, mk_alignment: int) -> Config:
     if config is None:
         raise BackendUnavailable(
-            f"no DeepGEMM tile fits {SMEM_LIMIT} bytes of shared memory for {dataclasses.asdict(gemm)} on {num_sms} SMs "
+            f"no DeepGEMM tile fits {SMEM_LIMIT} bytes of shared memory for {gemm} on {num_sms} SMs "
             f"with rows aligned to {mk_alignment}; use mk_alignment 128 or another backend"
         )
     return config
