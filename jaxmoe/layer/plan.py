@@ -1,79 +1,32 @@
-"""What a layer will do for T tokens, before it does it: layout, rows, bytes, kernels, expected time.
-
-The time is a roofline: every room takes as long as its arithmetic or its memory traffic, whichever is longer, at
-the rates of :data:`GPUS`. It is a floor to measure against, not a forecast.
-"""
+"""What a layer will do for T tokens, before it does it: layout, rows, bytes, kernels, time at best."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
-
-import jax
 
 from jaxmoe.config import Execution, Layout, MoEConfig
 from jaxmoe.errors import ShapeError
+from jaxmoe.layer.pipeline import choose_layout
+from jaxmoe.layer.roofline import (
+    GPU,
+    GPUS,
+    Stage,
+    find_gpu,
+    mlp_weights,
+    room_stages,
+    round_up,
+    row_bytes,
+    touched_experts,
+)
 from jaxmoe.ops import grouped_gemm
 from jaxmoe.ops.permute import padded_rows
 from jaxmoe.quant.formats import WeightFormat
 
-DECODE_TOKENS = 128
-"""Up to so many tokens ``layout="auto"`` takes masked: no expert then has more than one tile of rows."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GPU:
-    """Rates of one GPU.
-
-    Attributes:
-      name: as users write it and as it appears in JAX's ``device_kind``.
-      arch: of the kernels, e.g. ``sm90``.
-      bandwidth: bytes per second. bf16, fp8: dense FLOP per second.
-      source: where the figures come from.
-    """
-
-    name: str
-    arch: str
-    bandwidth: float
-    bf16: float
-    fp8: float
-    source: str
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        GPU(
-            "H200",
-            "sm90",
-            4300e9,
-            790e12,
-            1320e12,
-            "measured 2026-11-30: copy rate, 8192³ bf16 matmul, grouped fp8 GEMM",
-        ),
-        GPU("H100", "sm90", 3350e9, 989e12, 1979e12, "datasheet, H100 SXM"),
-        GPU(
-            "B200", "sm100", 8000e9, 2250e12, 4500e12, "datasheet, DGX B200, an eighth of the system, without sparsity"
-        ),
-    )
+_REASONS: dict[Layout, str] = {
+    "psum": "experts follow each other, so memory grows with the rows in use and not with tokens × experts",
+    "masked": "every expert has its own rows, so that a few tokens fill one tile each",
+    "contiguous": "each row is labelled with its expert",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """One room of the plan.
-
-    Attributes:
-      name: the room. flops: its multiplications and additions. bytes: read and written.
-      seconds: the longer of the two at the GPU's rates; None without a GPU.
-      bound: what takes that long; None without a GPU.
-    """
-
-    name: str
-    flops: int
-    bytes: int
-    seconds: float | None
-    bound: Literal["compute", "memory"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,20 +136,21 @@ def plan(
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
         raise ShapeError(f"tokens is {tokens!r}; it must be an integer of at least 0")
     execution = Execution() if execution is None else execution
-    gpu = _find_gpu(device)
-    layout, layout_reason = choose_layout(tokens, execution)
+    gpu = find_gpu(device)
+    layout = choose_layout(execution)
     experts = config.router.num_experts + config.fused_slots
     assignments = tokens * (config.router.top_k + config.fused_slots)
-    alignment = row_alignment(execution, gpu is not None)
+    asked = ("deepgemm", "reference") if gpu and execution.backend == "auto" else execution.backend
+    alignment = execution.row_alignment or grouped_gemm.row_alignment(asked)
     capacity = rows_capacity(layout, tokens, assignments, experts, alignment, execution.masked_capacity)
-    touched = _touched(tokens, config) + (config.fused_slots if tokens else 0)
+    touched = touched_experts(tokens, config) + (config.fused_slots if tokens else 0)
     backend, backend_reason, kernels = _kernels(config.weights, layout, execution, gpu)
     return Plan(
         config=config,
         tokens=tokens,
         execution=execution,
         layout=layout,
-        layout_reason=layout_reason,
+        layout_reason="asked for" if execution.layout != "auto" else _REASONS[layout],
         alignment=alignment,
         capacity=capacity,
         assignments=assignments,
@@ -205,23 +159,9 @@ def plan(
         backend_reason=backend_reason,
         kernels=kernels,
         memory=_memory(config, tokens, execution, capacity, itemsize),
-        stages=_stages(config, tokens, execution, assignments, touched, itemsize, gpu),
+        stages=room_stages(config, tokens, execution, assignments, touched, itemsize, gpu),
         gpu=gpu,
     )
-
-
-def choose_layout(tokens: int, execution: Execution) -> tuple[Layout, str]:
-    """The rows' layout for T tokens, and why."""
-    if execution.layout != "auto":
-        return execution.layout, "asked for"
-    if tokens <= DECODE_TOKENS:
-        return "masked", f"a decode batch: at most {DECODE_TOKENS} tokens, one tile of rows per expert"
-    return "psum", f"a prefill batch: over {DECODE_TOKENS} tokens, so experts are packed one after the other"
-
-
-def row_alignment(execution: Execution, gpu: bool) -> int:
-    """A: what was asked for, or one GEMM tile of 128 rows on a GPU and 8 rows on a CPU."""
-    return execution.row_alignment or (128 if gpu else 8)
 
 
 def rows_capacity(
@@ -236,76 +176,25 @@ def rows_capacity(
         return padded_rows(assignments, experts, alignment)
     capacity = tokens if masked_capacity is None else masked_capacity
     if capacity < tokens:
-        raise ShapeError(
-            f"masked capacity {capacity} is below the {tokens} tokens an expert may get; raise it to {tokens}"
-        )
-    return experts * max(_up(capacity, alignment), alignment)
-
-
-def weight_bytes(fmt: WeightFormat, experts: int, n: int, k: int, itemsize: int = 2) -> tuple[int, int]:
-    """Bytes of the values and of the scales of [experts, n, k] weights as ``GroupedWeight`` stores them."""
-    if not fmt.quantized:
-        return experts * n * k * itemsize, 0
-    k = _up(k, fmt.k_multiple)
-    if fmt.scale == "float32":
-        words = -(-n // fmt.block_n) * (k // fmt.block_k)
-    else:
-        words = -(-k // (4 * fmt.block_k)) * _up(n, 4)
-    return experts * n * k * fmt.bits // 8, experts * words * 4
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _find_gpu(device: str | None) -> GPU | None:
-    if device is not None:
-        if device not in GPUS:
-            raise ValueError(f"no figures for GPU {device!r}; choose one of {', '.join(map(repr, GPUS))}")
-        return GPUS[device]
-    kind = jax.devices()[0].device_kind
-    return next((gpu for gpu in GPUS.values() if gpu.name in kind), None)
-
-
-def _touched(tokens: int, config: MoEConfig) -> int:
-    """Experts that uniform routing of ``tokens`` tokens is expected to reach, rounded."""
-    e, k = config.router.num_experts, config.router.top_k
-    return round(e * (1.0 - (1.0 - k / e) ** tokens))
-
-
-def _row_bytes(fmt: WeightFormat, execution: Execution, width: int, itemsize: int) -> int:
-    """Bytes of one row of ``width`` as it meets the weights, its scales included."""
-    if fmt.activation is None or not execution.quantize_activations:
-        return width * itemsize
-    width = _up(width, fmt.k_multiple)
-    groups = width // fmt.activation.block
-    return width + 4 * (groups if fmt.activation.scale == "float32" else -(-groups // 4))
-
-
-def _mlp_weights(fmt: WeightFormat, experts: int, hidden: int, inter: int, itemsize: int) -> list[tuple[int, int]]:
-    """(values, scales) bytes of the two projections."""
-    inter = _up(inter, fmt.k_multiple)
-    return [
-        weight_bytes(fmt, experts, 2 * inter, hidden, itemsize),
-        weight_bytes(fmt, experts, hidden, inter, itemsize),
-    ]
+        raise ShapeError(f"masked_capacity is {capacity}, below the {tokens} rows an expert may get; raise it")
+    return experts * max(round_up(capacity, alignment), alignment)
 
 
 def _memory(config: MoEConfig, tokens: int, execution: Execution, rows: int, itemsize: int) -> Memory:
     h, inter, fmt = config.hidden, config.intermediate, config.weights
-    stored = _up(inter, fmt.k_multiple)
+    stored = round_up(inter, fmt.k_multiple)
     experts = config.router.num_experts + config.fused_slots
-    parts = _mlp_weights(fmt, experts, h, inter, itemsize)
+    parts = mlp_weights(fmt, experts, h, inter, itemsize)
     biases = 4 * experts * (2 * stored + h) if config.expert_bias else 0
     if config.shared is not None and not config.shared.fused:
-        parts += _mlp_weights(config.shared_format, 1, h, config.shared.intermediate, itemsize)
+        parts += mlp_weights(config.shared_format, 1, h, config.shared.intermediate, itemsize)
     gate = 4 * h if config.shared is not None and config.shared.gate else 0
     r = config.router
     router = 4 * r.num_experts * (h + r.logit_bias + r.correction_bias)
     weights, scales = sum(values for values, _ in parts) + biases + gate, sum(scales for _, scales in parts)
-    entering = rows * _row_bytes(fmt, execution, h, itemsize)
+    entering = rows * row_bytes(fmt, execution, h, itemsize)
     halves = rows * 2 * stored * itemsize
-    activated = rows * _row_bytes(fmt, execution, stored, itemsize)
+    activated = rows * row_bytes(fmt, execution, stored, itemsize)
     leaving, x = rows * h * itemsize, tokens * h * itemsize
     alive = max(entering + halves, halves + activated, activated + leaving, leaving + x)
     return Memory(
@@ -317,39 +206,6 @@ def _memory(config: MoEConfig, tokens: int, execution: Execution, rows: int, ite
         outputs=leaving + x,
         peak=weights + scales + router + x + alive,
     )
-
-
-def _stages(
-    config: MoEConfig, tokens: int, execution: Execution, rows: int, touched: int, itemsize: int, gpu: GPU | None
-) -> tuple[Stage, ...]:
-    h, inter, fmt, r = config.hidden, config.intermediate, config.weights, config.router
-    stored = _up(inter, fmt.k_multiple)
-    up, down = (sum(part) for part in _mlp_weights(fmt, touched, h, inter, itemsize))
-    entering, activated = (_row_bytes(fmt, execution, width, itemsize) for width in (h, stored))
-    fp8 = fmt.quantized and execution.quantize_activations
-
-    def stage(name: str, flops: int, nbytes: int, fp8: bool = False) -> Stage:
-        if gpu is None:
-            return Stage(name, flops, nbytes, None, None)
-        compute, memory = flops / (gpu.fp8 if fp8 else gpu.bf16), nbytes / gpu.bandwidth
-        return Stage(name, flops, nbytes, max(compute, memory), "compute" if compute > memory else "memory")
-
-    stages = [
-        stage("router", 2 * tokens * h * r.num_experts, tokens * (h * itemsize + 8 * r.top_k) + 4 * h * r.num_experts),
-        stage("pre_permute", 0, rows * (h * itemsize + entering)),
-        stage("gemm1", 4 * rows * h * inter, up + rows * (entering + 2 * stored * itemsize), fp8),
-        stage("activation", 0, rows * (2 * stored * itemsize + activated)),
-        stage("gemm2", 2 * rows * h * inter, down + rows * (activated + h * itemsize), fp8),
-        stage("combine", 2 * rows * h, rows * (h * itemsize + 8) + tokens * h * itemsize),
-    ]
-    if config.shared is not None and not config.shared.fused and tokens:
-        own, wide = config.shared_format, config.shared.intermediate
-        weights = sum(map(sum, _mlp_weights(own, 1, h, wide, itemsize)))
-        moved = tokens * itemsize * (2 * h + 4 * _up(wide, own.k_multiple))
-        stages.append(
-            stage("shared", 6 * tokens * h * wide, weights + moved, own.quantized and execution.quantize_activations)
-        )
-    return tuple(stages)
 
 
 _DEEPGEMM = {
@@ -395,16 +251,9 @@ def _deepgemm_refusal(fmt: WeightFormat, execution: Execution, gpu: GPU | None) 
     return None
 
 
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            break
-        nbytes /= 1000
-    else:
-        unit = "TB"
-    return (
-        f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}" if nbytes < 1000 else f"{nbytes:.0f} {unit}"
-    )
+def _size(nbytes: int) -> str:
+    exponent = min(4, (len(str(nbytes)) - 1) // 3)
+    return f"{nbytes / 1000**exponent:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[exponent]}"
 
 
 def _time(seconds: float) -> str:
@@ -427,9 +276,8 @@ def _describe(p: Plan) -> str:
         f"work      {p.flops / 1e9:.4g} GFLOP, {_size(p.bytes)} read and written",
     ]
     if p.gpu is None:
-        return "\n".join(
-            [*lines, "time      no estimate: none of " + ", ".join(GPUS) + " is at hand; name one as device"]
-        )
+        lines.append(f"time      no estimate: none of {', '.join(GPUS)} is at hand; name one as device")
+        return "\n".join(lines)
     g, total = p.gpu, p.seconds or 0.0
     lines.append(f"time      {_time(total)} at best on {g.name}, bound by {p.bound}")
     for stage in p.stages:

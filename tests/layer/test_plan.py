@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import functools
 import itertools
 
+import jax.numpy as jnp
 import pytest
 
 from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
-from jaxmoe.layer.plan import GPUS, Plan, choose_layout, plan, rows_capacity, weight_bytes
+from jaxmoe.layer.pipeline import choose_layout
+from jaxmoe.layer.plan import Plan, plan, rows_capacity
+from jaxmoe.layer.roofline import GPUS, weight_bytes
+from jaxmoe.ops import grouped_gemm
+from jaxmoe.ops.permute import group_tokens
 from jaxmoe.quant.formats import BF16, FORMATS, MXFP4, FP8Block
+from jaxmoe.quant.weights import quantize_weight
 
 DEEPSEEK_V3 = MoEConfig(
     hidden=7168,
@@ -21,10 +28,12 @@ def stages(p: Plan) -> dict:
     return {stage.name: stage for stage in p.stages}
 
 
-def test_prefill_takes_psum_and_decode_masked():
-    assert plan(DEEPSEEK_V3, 129, device="H200").layout == "psum"
-    assert plan(DEEPSEEK_V3, 128, device="H200").layout == "masked"
-    assert choose_layout(4096, Execution(layout="contiguous")) == ("contiguous", "asked for")
+def test_layout_is_the_one_the_pipeline_takes():
+    p = plan(DEEPSEEK_V3, 4096, device="H200")
+    assert p.layout == choose_layout(Execution())
+    assert p.layout_reason != "asked for"
+    p = plan(DEEPSEEK_V3, 4096, Execution(layout="contiguous"), device="H200")
+    assert (p.layout, p.layout_reason) == ("contiguous", "asked for")
 
 
 def test_rows_hold_the_worst_routing():
@@ -35,24 +44,27 @@ def test_rows_hold_the_worst_routing():
             if sum(counts) == assignments:
                 worst = max(worst, sum(-(-c // alignment) * alignment for c in counts))
         capacity = rows_capacity("psum", 1, assignments, experts, alignment, None)
-        assert worst <= capacity <= assignments + min(experts, assignments) * alignment
+        assert worst <= capacity < assignments + (min(experts, assignments) + 1) * alignment
         assert capacity % alignment == 0
 
 
 def test_masked_rows_are_tokens_per_expert():
-    p = plan(DEEPSEEK_V3, 100, device="H200")
-    assert p.capacity == 256 * 128
-    assert plan(DEEPSEEK_V3, 100, Execution(masked_capacity=200), device="H200").capacity == 256 * 256
-    with pytest.raises(ValueError, match="masked capacity 99 is below the 100 tokens"):
-        plan(DEEPSEEK_V3, 100, Execution(masked_capacity=99))
+    masked = functools.partial(Execution, layout="masked")
+    assert plan(DEEPSEEK_V3, 100, masked(), device="H200").capacity == 256 * 128
+    assert plan(DEEPSEEK_V3, 100, masked(masked_capacity=200), device="H200").capacity == 256 * 256
+    with pytest.raises(ValueError, match="masked_capacity is 99, below the 100 rows"):
+        plan(DEEPSEEK_V3, 100, masked(masked_capacity=99))
+
+
+@pytest.mark.parametrize("layout", ["psum", "contiguous", "masked"])
+def test_capacity_is_that_of_the_grouped_rows(layout):
+    ids = jnp.zeros((13, 3), jnp.int32)
+    grouping = group_tokens(ids, 5, layout=layout, alignment=8)
+    assert grouping.source.shape[0] == rows_capacity(layout, 13, 39, 5, 8, None)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_weight_bytes_are_those_of_the_stored_arrays(fmt):
-    import jax.numpy as jnp
-
-    from jaxmoe.quant.weights import quantize_weight
-
     w = jnp.ones((2, 130 if not fmt.quantized or fmt.block_n == 1 else 256, 256), jnp.float32)
     stored = quantize_weight(w.astype(jnp.bfloat16), fmt)
     values, scales = weight_bytes(fmt, *w.shape)
@@ -113,7 +125,7 @@ def test_on_cpu_it_says_reference_and_gives_no_time():
 @pytest.mark.parametrize("name", GPUS)
 def test_text_answers_what_why_bytes_time_and_bound(name):
     text = str(plan(DEEPSEEK_V3, 4096, device=name))
-    for part in ("psum", "prefill", "GB at the peak", "ms at best on " + name, "bound by", GPUS[name].source):
+    for part in ("psum", "rows in use", "GB at the peak", "ms at best on " + name, "bound by", GPUS[name].source):
         assert part in text
     assert max(map(len, text.splitlines())) <= 130
 
@@ -135,8 +147,6 @@ def test_unknown_backend():
 
 
 def test_kernels_name_what_runs_or_why_not(monkeypatch):
-    from jaxmoe.ops import grouped_gemm
-
     monkeypatch.setitem(grouped_gemm.BACKENDS, "deepgemm", lambda *a, **k: None)
     p = plan(DEEPSEEK_V3, 4096, device="H200")
     assert p.backend == "deepgemm" and dict(p.kernels)["deepgemm"] == "sm90_fp8_gemm_1d2d, psum"

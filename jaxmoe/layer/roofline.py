@@ -1,0 +1,157 @@
+"""Arithmetic, traffic and roofline time of each room of a layer.
+
+Every room takes as long as its arithmetic or its memory traffic, whichever is longer, at the rates of
+:data:`GPUS`. It is a floor to measure against, not a forecast. Element-wise arithmetic is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+
+from jaxmoe.config import Execution, MoEConfig
+from jaxmoe.quant.formats import WeightFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """Rates of one GPU.
+
+    Attributes:
+      name: as users write it and as it appears in JAX's ``device_kind``.
+      arch: of the kernels, e.g. ``sm90``.
+      bandwidth: bytes per second. bf16, fp8: dense FLOP per second.
+      source: where the figures come from.
+    """
+
+    name: str
+    arch: str
+    bandwidth: float
+    bf16: float
+    fp8: float
+    source: str
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU(
+            "H200",
+            "sm90",
+            4300e9,
+            790e12,
+            1320e12,
+            "measured 2026-11-30: copy, 8192³ bf16 matmul, grouped fp8 GEMM",
+        ),
+        GPU("H100", "sm90", 3350e9, 989e12, 1979e12, "datasheet, H100 SXM"),
+        GPU("B200", "sm100", 8000e9, 2250e12, 4500e12, "datasheet, DGX B200, an eighth of the system, no sparsity"),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One room of the plan.
+
+    Attributes:
+      name: the room. flops: its multiplications and additions. bytes: read and written.
+      seconds: the longer of the two at the GPU's rates; None without a GPU.
+      bound: what takes that long; None without a GPU.
+    """
+
+    name: str
+    flops: int
+    bytes: int
+    seconds: float | None
+    bound: Literal["compute", "memory"] | None
+
+
+def weight_bytes(fmt: WeightFormat, experts: int, n: int, k: int, itemsize: int = 2) -> tuple[int, int]:
+    """Bytes of the values and of the scales of [experts, n, k] weights as ``GroupedWeight`` stores them."""
+    if not fmt.quantized:
+        return experts * n * k * itemsize, 0
+    k = round_up(k, fmt.k_multiple)
+    if fmt.scale == "float32":
+        words = -(-n // fmt.block_n) * (k // fmt.block_k)
+    else:
+        words = -(-k // (4 * fmt.block_k)) * round_up(n, 4)
+    return experts * n * k * fmt.bits // 8, experts * words * 4
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def find_gpu(device: str | None) -> GPU | None:
+    """The named GPU, or (None) the one this process would use; None if that is none of :data:`GPUS`.
+
+    Raises:
+      ValueError: ``device`` is not one of :data:`GPUS`.
+    """
+    if device is not None:
+        if device not in GPUS:
+            raise ValueError(f"no figures for GPU {device!r}; choose one of {', '.join(map(repr, GPUS))}")
+        return GPUS[device]
+    kind = jax.devices()[0].device_kind
+    return next((gpu for gpu in GPUS.values() if gpu.name in kind), None)
+
+
+def touched_experts(tokens: int, config: MoEConfig) -> int:
+    """Experts that uniform routing of ``tokens`` tokens is expected to reach, rounded."""
+    e, k = config.router.num_experts, config.router.top_k
+    return round(e * (1.0 - (1.0 - k / e) ** tokens))
+
+
+def row_bytes(fmt: WeightFormat, execution: Execution, width: int, itemsize: int) -> int:
+    """Bytes of one row of ``width`` as it meets the weights, its scales included."""
+    if fmt.activation is None or not execution.quantize_activations:
+        return width * itemsize
+    width = round_up(width, fmt.k_multiple)
+    groups = width // fmt.activation.block
+    return width + 4 * (groups if fmt.activation.scale == "float32" else -(-groups // 4))
+
+
+def mlp_weights(fmt: WeightFormat, experts: int, hidden: int, inter: int, itemsize: int) -> list[tuple[int, int]]:
+    """(values, scales) bytes of the two projections."""
+    inter = round_up(inter, fmt.k_multiple)
+    return [
+        weight_bytes(fmt, experts, 2 * inter, hidden, itemsize),
+        weight_bytes(fmt, experts, hidden, inter, itemsize),
+    ]
+
+
+def room_stages(
+    config: MoEConfig, tokens: int, execution: Execution, rows: int, touched: int, itemsize: int, gpu: GPU | None
+) -> tuple[Stage, ...]:
+    """Every room for T tokens, ``rows`` rows in use and ``touched`` experts with rows."""
+    h, inter, fmt, r = config.hidden, config.intermediate, config.weights, config.router
+    stored = round_up(inter, fmt.k_multiple)
+    up, down = (sum(part) for part in mlp_weights(fmt, touched, h, inter, itemsize))
+    entering, activated = (row_bytes(fmt, execution, width, itemsize) for width in (h, stored))
+    fp8 = fmt.quantized and execution.quantize_activations
+
+    def stage(name: str, flops: int, nbytes: int, fp8: bool = False) -> Stage:
+        if gpu is None:
+            return Stage(name, flops, nbytes, None, None)
+        compute, memory = flops / (gpu.fp8 if fp8 else gpu.bf16), nbytes / gpu.bandwidth
+        return Stage(name, flops, nbytes, max(compute, memory), "compute" if compute > memory else "memory")
+
+    stages = [
+        stage("router", 2 * tokens * h * r.num_experts, tokens * (h * itemsize + 8 * r.top_k) + 4 * h * r.num_experts),
+        stage("pre_permute", 0, rows * (h * itemsize + entering)),
+        stage("gemm1", 4 * rows * h * inter, up + rows * (entering + 2 * stored * itemsize), fp8),
+        stage("activation", 0, rows * (2 * stored * itemsize + activated)),
+        stage("gemm2", 2 * rows * h * inter, down + rows * (activated + h * itemsize), fp8),
+        stage("combine", 2 * rows * h, rows * (h * itemsize + 8) + tokens * h * itemsize),
+    ]
+    if config.shared is not None and not config.shared.fused and tokens:
+        own, wide = config.shared_format, config.shared.intermediate
+        weights = sum(map(sum, mlp_weights(own, 1, h, wide, itemsize)))
+        moved = tokens * itemsize * (2 * h + 4 * round_up(wide, own.k_multiple))
+        stages.append(
+            stage("shared", 6 * tokens * h * wide, weights + moved, own.quantized and execution.quantize_activations)
+        )
+    return tuple(stages)
