@@ -70,7 +70,8 @@ def _check_extents(gemm: Gemm) -> None:
         )
     if gemm.expected_m < 0 or (gemm.expected_m and gemm.layout not in ("psum", "masked")):
         raise ShapeError(
-            f"expected_m is {gemm.expected_m} with layout {gemm.layout!r}; psum and masked take rows per expert, others 0"
+            f"expected_m is {gemm.expected_m} with layout {gemm.layout!r}; psum and masked take rows per expert, "
+            "the others 0"
         )
 
 

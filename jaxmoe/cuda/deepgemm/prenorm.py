@@ -65,7 +65,7 @@ def plan_prenorm(problem: Prenorm, *, pdl: bool = False) -> tuple[KernelSource, 
         Pointer(sqr_sum),
     )
     spec = LaunchSpec(
-        cubin="",
+        cubin=source.name,
         name=source.name,
         grid=(splits * ceil_div(m, _BLOCK), 1, 1),
         block=(2 * _THREADS, 1, 1),

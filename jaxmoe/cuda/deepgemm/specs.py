@@ -36,8 +36,8 @@ def plan_launch(
       pdl: programmatic stream serialisation.
 
     Returns:
-      The source, and the launch with an empty ``cubin``: ``dataclasses.replace(spec, cubin=key)``. None when m or n
-      is 0: there is nothing to launch, and a tensor map cannot be empty.
+      The source, and the launch whose ``cubin`` is the kernel's name until ``dataclasses.replace(spec, cubin=key)``.
+      None when m or n is 0: there is nothing to launch, and a tensor map cannot be empty.
 
     Raises:
       ShapeError: extents, alignment or capacity that the layout does not allow.
@@ -51,10 +51,10 @@ def plan_launch(
     return source(gemm, config, mk_alignment=mk_alignment), build(gemm, config, pdl=pdl)
 
 
-def build(gemm: Gemm, config: Config, *, cubin: str = "", pdl: bool = False) -> LaunchSpec:
-    """The launch of ``gemm`` cut as ``config`` says; nothing is checked."""
+def build(gemm: Gemm, config: Config, *, cubin: str | None = None, pdl: bool = False) -> LaunchSpec:
+    """The launch of ``gemm`` cut as ``config`` says, unchecked; ``cubin`` is the kernel's name if not given."""
     return LaunchSpec(
-        cubin=cubin,
+        cubin=cubin or gemm.name,
         name=gemm.name,
         grid=(config.num_sms, 1, 1),
         block=(config.threads, 1, 1),
