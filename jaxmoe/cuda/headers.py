@@ -1,0 +1,213 @@
+"""Finds the device headers that kernels are compiled from: the DeepGEMM wheel's, CUDA's and CCCL's.
+
+The wheel is located through its metadata and never imported: importing it would import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxmoe.errors import BackendUnavailable
+
+WHEEL = "sgl-deep-gemm"
+WHEEL_VERSION = "0.1.4.post1"
+# Hash of its include tree, the same in the x86_64 and aarch64 wheels. Another version has other kernel arguments.
+WHEEL_TREE = "8083cd4c81013807c94eb199da693d96abed3f367fd9a59a6a1b25137ea143fd"
+SHIMS = Path(__file__).parent / "shims"
+PRELUDE = "jaxmoe_prelude.h"
+INSTALL = 'pip install "jaxmoe[cuda13]"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """One part of the toolchain.
+
+    Attributes:
+      path: include directory or library file.
+      version: as people write it.
+      digest: what the cache key takes for this part.
+    """
+
+    path: Path
+    version: str
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Headers:
+    """All headers, ready for a compiler.
+
+    Attributes:
+      include: directories in search order.
+      overrides: (include name, text) of headers handed over in memory instead of the file of that name.
+      digest: changes whenever a cubin might.
+    """
+
+    include: tuple[Path, ...]
+    overrides: tuple[tuple[str, str], ...]
+    digest: str
+
+
+def find_deep_gemm(memo_dir: Path | None = None) -> Found:
+    """Finds the wheel's include directory and checks that it is the pinned one.
+
+    Args:
+      memo_dir: where the tree's hash is remembered, so that 28 MB need not be read at every start.
+
+    Raises:
+      BackendUnavailable: absent, of another version, or overwritten by another package of the same import name.
+    """
+    pin = f"{WHEEL}=={WHEEL_VERSION}"
+    try:
+        wheel = importlib.metadata.distribution(WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        raise BackendUnavailable(f"the kernel headers of {pin} are not installed; run: {INSTALL}") from None
+    if wheel.version != WHEEL_VERSION:
+        raise BackendUnavailable(
+            f"{WHEEL} is {wheel.version}, whose kernels take other arguments than {WHEEL_VERSION}; "
+            f'run: pip install "{pin}"'
+        )
+    include = Path(str(wheel.locate_file("deep_gemm/include")))
+    repair = f'run: pip install --force-reinstall --no-deps "{pin}"'
+    if not include.is_dir():
+        raise BackendUnavailable(f"{pin} is installed but {include} is not there; {repair}")
+    digest = tree_hash(include, memo_dir)
+    if digest != WHEEL_TREE:
+        raise BackendUnavailable(
+            f"the headers in {include} are not those of {pin} (hash {digest[:12]}, expected {WHEEL_TREE[:12]}): "
+            f"another package that provides deep_gemm has overwritten them; {repair}"
+        )
+    return Found(include, wheel.version, digest)
+
+
+def find_cuda() -> Found:
+    """Finds the CUDA runtime headers in the wheels, then in CUDA_HOME, CUDA_PATH and /usr/local/cuda.
+
+    Raises:
+      BackendUnavailable: absent or older than CUDA 13.
+    """
+    path = _first("cuda_runtime_api.h", "the CUDA runtime headers (nvidia-cuda-runtime)")
+    number = _macro(path / "cuda_runtime_api.h", "CUDART_VERSION")
+    version = f"{number // 1000}.{number % 1000 // 10}"
+    if number < 13000:
+        raise BackendUnavailable(
+            f'the CUDA headers in {path} are {version}; 13.0 or newer is needed; run: pip install "nvidia-cuda-runtime>=13.0"'
+        )
+    return Found(path, version, f"cuda {number}")
+
+
+def find_cccl() -> Found:
+    """Finds CCCL (libcu++) in the same places; the path is the directory that holds ``cccl/``.
+
+    Raises:
+      BackendUnavailable: absent.
+    """
+    header = "cccl/cuda/std/__cccl/version.h"
+    path = _first(header, "the CCCL headers (nvidia-cuda-cccl)")
+    number = _macro(path / header, "CCCL_VERSION")
+    # CCCL 3.x is what CUDA 13.x ships.
+    return Found(path, f"{number // 1_000_000}.{number // 1000 % 1000}.{number % 1000}", f"cccl {number}")
+
+
+def find_headers(memo_dir: Path | None = None) -> Headers:
+    """Finds everything and puts it in search order.
+
+    Raises:
+      BackendUnavailable: a part is missing or wrong; the message holds the command that repairs it.
+    """
+    wheel, cuda, cccl = find_deep_gemm(memo_dir), find_cuda(), find_cccl()
+    # The directory of cccl/ comes before CUDA's, which may hold another one: the two must not mix.
+    include = (SHIMS, wheel.path, cccl.path, cccl.path / "cccl", cuda.path)
+    overrides = cute_overrides(wheel.path) if needs_overrides(cccl) else ()
+    parts = (tree_hash(SHIMS), wheel.digest, cuda.digest, cccl.digest)
+    return Headers(tuple(dict.fromkeys(include)), overrides, hashlib.sha256("\0".join(parts).encode()).hexdigest())
+
+
+def needs_overrides(cccl: Found) -> bool:
+    """Whether this CCCL clashes with CuTe's own declarations (CCCL 3.2 and newer, shipped as 13.2)."""
+    return tuple(map(int, cccl.version.split("."))) >= (3, 2)
+
+
+_VARIADIC = re.compile(r"(template\s*<[^<>]*\bclass)\s*\.\.\.(\s*\w+\s*>\s*struct\s+tuple_(?:size|element)\s*;)")
+
+
+def cute_overrides(include: Path) -> tuple[tuple[str, str], ...]:
+    """Returns the CuTe headers that declare ``tuple_size`` and ``tuple_element``, with one type parameter each.
+
+    For NVRTC alone, CuTe declares both as variadic templates in ``std``. CCCL from 3.2 on declares them there with a
+    single type parameter, and the compiler rejects the pair.
+    """
+    changed = []
+    for path in sorted((include / "cute").rglob("*.hpp")):
+        text, count = _VARIADIC.subn(r"\1\2", path.read_text(encoding="utf-8"))
+        if count:
+            changed.append((path.relative_to(include).as_posix(), text))
+    return tuple(changed)
+
+
+def tree_hash(root: Path, memo_dir: Path | None = None) -> str:
+    """Returns the SHA-256 over a file, or over the names and contents of all files below a directory.
+
+    Args:
+      root: file or directory.
+      memo_dir: where the result is remembered under the files' names, times and sizes. Not being able to write there
+        is no error.
+    """
+    files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
+    stats = [(path, path.stat()) for path in files]
+    stamp = _digest(f"{path} {stat.st_mtime_ns} {stat.st_size}" for path, stat in stats)
+    memo = None if memo_dir is None else memo_dir / f"tree-{stamp[:32]}"
+    if memo is not None:
+        try:
+            known = memo.read_text()
+            if re.fullmatch("[0-9a-f]{64}", known):
+                return known
+        except (OSError, UnicodeDecodeError):
+            pass
+    lines = []
+    for path in files:
+        with path.open("rb") as file:
+            lines.append(f"{path.relative_to(root).as_posix()} {hashlib.file_digest(file, 'sha256').hexdigest()}")
+    result = _digest(lines)
+    if memo is not None:
+        part = memo.with_name(f"{memo.name}.{os.getpid()}.part")
+        try:
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(result)
+            part.replace(memo)
+        except OSError:
+            part.unlink(missing_ok=True)
+    return result
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _roots() -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(place) / "cu13" / "include" for place in (spec and spec.submodule_search_locations) or ()]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return roots + [Path(home) / "include" for home in homes if home]
+
+
+def _first(header: str, what: str) -> Path:
+    roots = _roots()
+    for root in roots:
+        if (root / header).is_file():
+            return root
+    raise BackendUnavailable(f"{what} are not in {', '.join(map(str, roots))}; run: {INSTALL}")
+
+
+def _macro(path: Path, name: str) -> int:
+    found = re.search(rf"^\s*#\s*define\s+{name}\s+(\d+)", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    if found is None:
+        raise BackendUnavailable(f"{path} does not define {name}; the headers are damaged; run: {INSTALL}")
+    return int(found[1])

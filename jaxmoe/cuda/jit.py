@@ -1,0 +1,277 @@
+"""Compiles kernel sources to cubins with NVRTC, without a GPU, a CUDA toolkit or a host compiler."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import queue
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jaxmoe.cuda import headers, nvrtc
+from jaxmoe.cuda.source import KernelSource
+from jaxmoe.errors import BackendUnavailable, KernelCompileError
+
+# Precompiling a header costs about as much as it saves on the next two kernels of the same header.
+_PCH_FROM = 4
+# Beyond this, memory (0.4 GB a worker) costs more than the time won.
+_MAX_WORKERS = 16
+_LOG_TAIL = 4000
+
+
+@dataclasses.dataclass(frozen=True)
+class Toolchain:
+    """A compiler with its headers.
+
+    Attributes:
+      nvrtc: the library. headers: what it compiles against.
+    """
+
+    nvrtc: headers.Found
+    headers: headers.Headers
+
+    @property
+    def digest(self) -> str:
+        """Changes whenever a cubin might."""
+        parts = (self.nvrtc.digest, self.headers.digest, *nvrtc.OPTIONS)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @property
+    def setup(self) -> nvrtc.Setup:
+        """The part a compiling process needs."""
+        include = tuple(map(str, self.headers.include))
+        return nvrtc.Setup(str(self.nvrtc.path), include, self.headers.overrides, headers.PRELUDE)
+
+
+def find_nvrtc(memo_dir: Path | None = None) -> headers.Found:
+    """Finds libnvrtc, CUDA 13 or newer; loading it needs no GPU.
+
+    Args:
+      memo_dir: where the library's hash is remembered.
+
+    Raises:
+      BackendUnavailable: the library or its Python bindings are missing or too old.
+    """
+    try:
+        from cuda.bindings import nvrtc as bindings
+        from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+    except ImportError as error:
+        raise BackendUnavailable(f"cuda-bindings cannot be imported ({error}); run: {headers.INSTALL}") from error
+    try:
+        path = load_nvidia_dynamic_lib("nvrtc").abs_path
+    except (DynamicLibNotFoundError, RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BackendUnavailable(f"libnvrtc cannot be loaded ({reason}); run: {headers.INSTALL}") from error
+    if path is None:
+        raise BackendUnavailable(f"libnvrtc is loaded but has no path; run: {headers.INSTALL}")
+    _, major, minor = bindings.nvrtcVersion()
+    if major < 13:
+        raise BackendUnavailable(
+            f'{path} is NVRTC {major}.{minor}; 13.0 or newer is needed; run: pip install "nvidia-cuda-nvrtc>=13.0"'
+        )
+    library = Path(path).resolve()
+    return headers.Found(library, _build(library) or f"{major}.{minor}", headers.tree_hash(library, memo_dir))
+
+
+def find_toolchain(memo_dir: Path | None = None) -> Toolchain:
+    """Finds compiler and headers, once per process.
+
+    Raises:
+      BackendUnavailable: a part is missing; the message holds the command that installs it.
+    """
+    return _find_toolchain(memo_dir)
+
+
+@functools.lru_cache(maxsize=1)
+def _find_toolchain(memo_dir: Path | None) -> Toolchain:
+    return Toolchain(find_nvrtc(memo_dir), headers.find_headers(memo_dir))
+
+
+def compile(source: KernelSource, toolchain: Toolchain | None = None) -> bytes:
+    """Compiles one source in this process.
+
+    Raises:
+      BackendUnavailable: no compiler or headers.
+      KernelCompileError: the compiler refuses, or the cubin does not hold exactly one kernel.
+    """
+    toolchain = toolchain or find_toolchain()
+    cubin, log = nvrtc.compile_source(toolchain.setup, **_job(source, False))
+    return _checked(source, cubin, log, toolchain)
+
+
+def compile_many(
+    sources: Sequence[KernelSource], *, workers: int | None = None, toolchain: Toolchain | None = None
+) -> Iterator[tuple[KernelSource, bytes]]:
+    """Compiles sources in parallel processes and yields each as it is done.
+
+    Args:
+      sources: what to compile.
+      workers: processes; None takes one per CPU, at most 16.
+      toolchain: None finds it.
+
+    Yields:
+      (source, cubin) in the order of completion.
+
+    Raises:
+      BackendUnavailable: no compiler or headers.
+      KernelCompileError: after all others are done, if the compiler refused some.
+    """
+    toolchain = toolchain or find_toolchain()
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}; it must be at least 1")
+    workers = min(workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS), len(sources))
+    # Sources with the same headers side by side, so that a worker meets few precompiled headers (225 MB each on disk).
+    ordered = sorted(sources, key=_headers_of)
+    groups = collections.Counter(map(_headers_of, ordered))
+    jobs: queue.SimpleQueue[tuple[KernelSource, bool]] = queue.SimpleQueue()
+    for source in ordered:
+        jobs.put((source, groups[_headers_of(source)] >= _PCH_FROM * workers))
+    done: queue.SimpleQueue[tuple[KernelSource, bytes | KernelCompileError]] = queue.SimpleQueue()
+    failures: list[KernelCompileError] = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(workers):
+            worker = stack.enter_context(_Worker(toolchain))
+            threading.Thread(target=worker.serve, args=(jobs, done), daemon=True).start()
+        for _ in ordered:
+            source, result = done.get()
+            if isinstance(result, KernelCompileError):
+                failures.append(result)
+            else:
+                yield source, result
+    if failures:
+        if len(failures) > 1:
+            failures[0].add_note(f"{len(failures)} of {len(ordered)} kernels failed; this is the first")
+        raise failures[0]
+
+
+def kernel_names(cubin: bytes) -> list[str]:
+    """Returns the mangled names of the kernels in a cubin: the symbols its ELF header marks as entries.
+
+    Raises:
+      ValueError: not a 64-bit ELF file for CUDA.
+    """
+    if cubin[:5] != b"\x7fELF\x02" or struct.unpack_from("<H", cubin, 18)[0] != _EM_CUDA:
+        raise ValueError("not a CUDA ELF file")
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count = struct.unpack_from("<HH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + size * i) for i in range(count)]
+    names = []
+    for _, kind, _, _, offset, length, link, _, _, entry in sections:
+        if kind != _SHT_SYMTAB:
+            continue
+        strings = sections[link][4]
+        for at in range(offset, offset + length, entry):
+            name, info, other = struct.unpack_from("<IBB", cubin, at)
+            if info & 0xF == _STT_FUNC and other & _STO_CUDA_ENTRY:
+                start = strings + name
+                names.append(cubin[start : cubin.index(b"\0", start)].decode())
+    return names
+
+
+_EM_CUDA, _SHT_SYMTAB, _STT_FUNC, _STO_CUDA_ENTRY = 190, 2, 2, 0x10
+
+
+class _Worker:
+    """One compiling process; ended when its context is left, even in the middle of a job."""
+
+    def __init__(self, toolchain: Toolchain) -> None:
+        self._toolchain = toolchain
+
+    def __enter__(self) -> _Worker:
+        # By path and with -P, so that the process imports neither JAX nor our modules of standard library names.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", nvrtc.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self._send(dataclasses.asdict(self._toolchain.setup))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Idle workers end with their input and remove their precompiled headers; busy ones are stopped.
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait()
+
+    def _send(self, message: dict[str, object]) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(message), file=self._process.stdin, flush=True)
+
+    def serve(
+        self,
+        jobs: queue.SimpleQueue[tuple[KernelSource, bool]],
+        done: queue.SimpleQueue[tuple[KernelSource, bytes | KernelCompileError]],
+    ) -> None:
+        """Works through the jobs until none is left."""
+        while True:
+            try:
+                source, pch = jobs.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                done.put((source, self._compile(source, pch)))
+            except KernelCompileError as error:
+                done.put((source, error))
+
+    def _compile(self, source: KernelSource, pch: bool) -> bytes:
+        assert self._process.stdout is not None
+        try:
+            self._send(_job(source, pch))
+            line = self._process.stdout.readline()
+        except (OSError, ValueError):
+            line = ""
+        if not line:
+            return _checked(source, None, f"the compiling process ended with code {self._process.poll()}", self._toolchain)
+        answer = json.loads(line)
+        cubin = None if answer["cubin"] is None else base64.b64decode(answer["cubin"])
+        return _checked(source, cubin, answer["log"], self._toolchain)
+
+
+def _job(source: KernelSource, pch: bool) -> dict[str, object]:
+    return {"name": source.name, "arch": source.arch, "code": source.code, "pch": pch}
+
+
+def _headers_of(source: KernelSource) -> tuple[str, tuple[str, ...]]:
+    return source.arch, tuple(line for line in source.code.splitlines() if line.startswith("#"))
+
+
+def _checked(source: KernelSource, cubin: bytes | None, log: str, toolchain: Toolchain) -> bytes:
+    if cubin is not None:
+        kernels = kernel_names(cubin)
+        if len(kernels) == 1:
+            return cubin
+        log = f"the cubin holds {len(kernels)} kernels, not one: {kernels}"
+    include = "\n  ".join(map(str, toolchain.headers.include))
+    tail = log if len(log) <= _LOG_TAIL else f"[…]{log[-_LOG_TAIL:]}"
+    raise KernelCompileError(
+        f"NVRTC {toolchain.nvrtc.version} cannot compile {source.name} for {source.arch}:\n{tail}\n"
+        f"source:\n{source.code}\ninclude paths:\n  {include}"
+    )
+
+
+def _build(library: Path) -> str | None:
+    """The full version of the wheel that holds the library, None for a library from elsewhere."""
+    try:
+        wheel = importlib.metadata.distribution("nvidia-cuda-nvrtc")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    place = Path(str(wheel.locate_file("nvidia"))).resolve()
+    return wheel.version if library.is_relative_to(place) else None
