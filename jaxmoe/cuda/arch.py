@@ -42,8 +42,8 @@ class Arch:
 
     @property
     def family(self) -> str:
-        """``sm_90`` or ``sm_100``: which set of kernels."""
-        return "sm_90" if self.capability[0] == 9 else "sm_100"
+        """``sm90`` or ``sm100``: which set of kernels."""
+        return "sm90" if self.capability[0] == 9 else "sm100"
 
 
 def arch_name(capability: tuple[int, int]) -> str:
