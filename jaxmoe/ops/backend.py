@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 
-def run(op: str, backends: Mapping[str, Callable[..., Any]], backend: str | tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+Backend = str | tuple[str, ...]
+
+
+def run(op: str, backends: Mapping[str, Callable[..., Any]], backend: Backend, *args: Any, **kwargs: Any) -> Any:
     """Runs ``op`` on the first backend that accepts the case.
 
     Args:
@@ -33,3 +39,24 @@ def run(op: str, backends: Mapping[str, Callable[..., Any]], backend: str | tupl
             refusal.add_note(f"backend {name!r} of {op}")
             refusals.append(refusal)
     raise ExceptionGroup(f"no backend of {op} accepts this case", refusals)
+
+
+def run_or_reference(op: str, backends: Mapping[str, Callable[..., Any]], backend: Backend, *args: Any, **kwargs: Any) -> Any:
+    """Like :func:`run`, for an op whose ``reference`` is far slower: on a GPU ``auto`` warns once before it falls back."""
+    if backend != "auto":
+        return run(op, backends, backend, *args, **kwargs)
+    kernels = tuple(name for name in backends if name != "reference")
+    reasons = ["no kernel backend is installed"]
+    if kernels:
+        try:
+            return run(op, backends, kernels, *args, **kwargs)
+        except* NotImplementedError as refusals:
+            reasons = [str(refusal) for refusal in refusals.exceptions]
+    if jax.default_backend() == "gpu":
+        _warn_slow(op, "; ".join(reasons))
+    return run(op, backends, "reference", *args, **kwargs)
+
+
+@functools.cache
+def _warn_slow(op: str, reason: str) -> None:
+    warnings.warn(f"{op} runs the slow reference on this GPU: {reason}", RuntimeWarning, stacklevel=4)
