@@ -1,0 +1,9 @@
+"""Hugging Face checkpoints: from files to the parameters of one MoE layer, kept quantised."""
+
+from __future__ import annotations
+
+from jaxmoe.checkpoint.layer import moe_layers
+from jaxmoe.checkpoint.load import LoadedMoE, load_config, load_moe
+from jaxmoe.checkpoint.reader import CheckpointReader, TensorInfo
+
+__all__ = ["CheckpointReader", "LoadedMoE", "TensorInfo", "load_config", "load_moe", "moe_layers"]
