@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmoe.cuda import cubin_cache
 from jaxmoe.cuda import launch as _launch
 from jaxmoe.errors import FormatError, ShapeError
 
@@ -92,7 +93,7 @@ class Library:
     def register(self, name: str) -> None:
         """Registers the handler as ``name`` (may be recorded in command buffers) and ``name + "_no_graph"``.
 
-        Registering a name again does nothing. Call it, too, before a serialised executable is loaded.
+        Registering a name again does nothing.
         """
         with self._lock:
             if name in self._targets:
@@ -134,6 +135,16 @@ def library() -> Library:
     return Library(path)
 
 
+def register(name: str) -> None:
+    """Makes the custom call ``name`` known to XLA; its cubins come from the directory that the cache names now.
+
+    :func:`launch` does this. It is for a process that loads a serialised executable and traces nothing.
+    """
+    current = library()
+    current.set_cubin_directory(cubin_cache.directory())
+    current.register(name)
+
+
 def launch(
     specs: Sequence[_launch.LaunchSpec],
     args: Sequence[jax.Array],
@@ -168,12 +179,11 @@ def launch(
             if jax.dtypes.itemsize_bits(array.dtype) < 8:
                 raise FormatError(f"{what} {index} has dtype {array.dtype}, less than a byte; pass it packed, as uint8")
     _check_buffers(specs, len(args), len(result_shapes))
-    current = library()
-    current.register(name)
+    register(name)
     blob = np.frombuffer(_launch.encode(specs, name), np.uint8)
     call: Callable[..., Any] = jax.ffi.ffi_call(
         name if command_buffer else name + NO_GRAPH,
-        tuple(_varying_as(result, args) for result in result_shapes),
+        _varying_like(result_shapes, args),
         input_output_aliases=dict(input_output_aliases or {}),
         has_side_effect=has_side_effect,
     )
@@ -192,10 +202,16 @@ def _check_buffers(specs: Sequence[_launch.LaunchSpec], arguments: int, results:
                 )
 
 
-def _varying_as(result: jax.ShapeDtypeStruct, args: Sequence[jax.Array]) -> jax.ShapeDtypeStruct:
-    """Inside shard_map a result differs over every mesh axis over which an argument does."""
-    axes = frozenset().union(*(getattr(jax.typeof(x), "vma", frozenset()) for x in args))
-    return jax.ShapeDtypeStruct(result.shape, result.dtype, vma=axes)
+def _varying_like(results: Sequence[jax.ShapeDtypeStruct], args: Sequence[jax.Array]):
+    """Inside shard_map the results differ over every mesh axis over which any argument does."""
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in args))
+    if not axes:
+        return tuple(results)
+    where = {
+        "sharding": jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.sharding.PartitionSpec()),
+        "manual_axis_type": jax.sharding.ManualAxisType(varying=axes),
+    }
+    return tuple(jax.ShapeDtypeStruct(r.shape, r.dtype, **where) for r in results)
 
 
 def _refuse_vmap(function: Callable[..., Any], name: str) -> Callable[..., Any]:
