@@ -127,6 +127,12 @@ class Program:
         self._c.jaxmoe_program_destroy(self._handle)
 
 
+@pytest.fixture
+def build_cpp():
+    """Builds a program from sources named relative to the repository."""
+    return lambda target, sources, *flags: build(target, [ROOT / source for source in sources], *flags)
+
+
 @pytest.fixture(scope="session")
 def standin_session() -> StandIn:
     return StandIn()

@@ -90,6 +90,9 @@ def test_buffers_are_the_arguments_in_order():
     buffers = [param.buffer for param in spec.params if not isinstance(param, Integer)]
     a, scales_a, b, scales_b, layout = (Buffer("argument", i) for i in range(5))
     assert buffers == [scales_b, layout, a, b, Buffer("result", 0), scales_a]
+    assert [param.nbytes for param in spec.params[:2]] == [4 * 4 * (512 // 128) * (256 // 128), 4 * 4]
+    labels = plan_launch(dataclasses.replace(fp8, layout="contiguous"), num_sms=132)[1].params[1]
+    assert labels == Pointer(layout, 4 * 1024)
     _, spec = plan_launch(dataclasses.replace(fp8, arch="sm_100"), num_sms=148)
     buffers = [param.buffer for param in spec.params if not isinstance(param, Integer)]
     assert buffers == [layout, a, b, scales_a, scales_b, Buffer("result", 0)]
@@ -261,7 +264,7 @@ def test_prenorm_launch():
         TensorMap(a, "BFLOAT16", (28672, 1000), (57344,), (64, 64), 128),
         TensorMap(b, "TFLOAT32", (28672, 24), (114688,), (32, 32), 128),
         TensorMap(Buffer("result", 0), "FLOAT32", (24, 1000, 16), (96, 96000), (32, 64, 1), 128),
-        Pointer(Buffer("result", 1)),
+        Pointer(Buffer("result", 1), 4 * 16 * 1000),
     )
 
 
