@@ -1,0 +1,1 @@
+"""Transports: how tokens reach the devices of their experts and come back."""

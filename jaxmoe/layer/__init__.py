@@ -1,0 +1,1 @@
+"""One MoE layer: the rooms in order, its parameters, its plan."""

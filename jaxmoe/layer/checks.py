@@ -32,7 +32,10 @@ def check_params(params: MoEParams, config: MoEConfig, *, local: bool = True) ->
     e, k = config.router.num_experts + config.fused_slots, config.router.top_k
     kernel, table = params.router.kernel, params.router.tid2eid
     if kernel.shape != (config.hidden, config.router.num_experts):
-        raise ShapeError(f"router kernel is {list(kernel.shape)}; the config says [H, E] = [{config.hidden}, {config.router.num_experts}]")
+        raise ShapeError(
+            f"router kernel is {list(kernel.shape)}; the config says [H, E] = "
+            f"{[config.hidden, config.router.num_experts]}"
+        )
     if table is not None and (table.ndim != 2 or table.shape[1] != k):
         raise ShapeError(f"tid2eid is {list(table.shape)}; with top_k {k} it must be [V, {k}]")
     _check_mlp("experts", params.experts, config, config.weights, config.intermediate, e if local else None)
@@ -41,13 +44,20 @@ def check_params(params: MoEParams, config: MoEConfig, *, local: bool = True) ->
         if shared is not None:
             raise ShapeError("the parameters hold a shared expert but config.shared is None; set it or drop them")
         return
-    if (shared is None or shared.experts is None) != config.shared.fused and not (config.shared.fused and shared is None):
+    if (shared is None or shared.experts is None) != config.shared.fused and not (
+        config.shared.fused and shared is None
+    ):
         have = "none" if shared is None or shared.experts is None else "one"
-        raise ShapeError(f"config.shared.fused is {config.shared.fused} but the parameters hold {have} apart from the routed experts")
+        raise ShapeError(
+            f"config.shared.fused is {config.shared.fused} but the parameters hold {have} apart from the routed experts"
+        )
     gate = None if shared is None else shared.gate
     if (gate is not None) != config.shared.gate or (gate is not None and gate.shape != (config.hidden,)):
         have = None if gate is None else list(gate.shape)
-        raise ShapeError(f"config.shared.gate is {config.shared.gate} but the gate vector is {have}; [H] = [{config.hidden}] goes with True")
+        raise ShapeError(
+            f"config.shared.gate is {config.shared.gate} but the gate vector is {have}; "
+            f"[H] = [{config.hidden}] goes with True"
+        )
     if shared is not None and shared.experts is not None:
         _check_mlp("shared.experts", shared.experts, config, config.shared_format, config.shared.intermediate, 1)
 
@@ -68,14 +78,18 @@ def _check_mlp(
     has_bias = config.expert_bias and name == "experts"
     for part, bias, n in (("gate_up_bias", w.gate_up_bias, 2 * width), ("down_bias", w.down_bias, h)):
         if name == "experts" and (bias is not None) != has_bias:
-            raise ShapeError(f"config.expert_bias is {has_bias} but {name}.{part} is {'given' if bias is not None else 'missing'}")
+            raise ShapeError(
+                f"config.expert_bias is {has_bias} but {name}.{part} is {'given' if bias is not None else 'missing'}"
+            )
         if bias is not None and (bias.shape != (e, n) or bias.dtype != jnp.float32):
             raise ShapeError(f"{name}.{part} is {bias.dtype}{list(bias.shape)}; it must be float32[{e}, {n}]")
 
 
 def _check_weight(name: str, w: GroupedWeight, fmt: WeightFormat, e: int, n: int, ks: set[int]) -> None:
     if w.format != fmt:
-        raise FormatError(f"{name} is {w.format.name}, the config says {fmt.name}; convert the weights or change the config")
+        raise FormatError(
+            f"{name} is {w.format.name}, the config says {fmt.name}; convert the weights or change the config"
+        )
     if w.num_experts != e or w.n != n or w.k not in ks:
         want = " or ".join(str([e, n, k]) for k in sorted(ks))
         raise ShapeError(f"{name} is [E, N, K] = {[w.num_experts, w.n, w.k]}; the config ({fmt.name}) says {want}")
@@ -92,7 +106,9 @@ def check_inputs(
     lead = x.shape[:-1]
     for name, value, dtype in (("token_ids", token_ids, jnp.int32), ("valid", valid, jnp.bool_)):
         if value is not None and (value.shape != lead or value.dtype != dtype):
-            raise ShapeError(f"{name} is {value.dtype}{list(value.shape)}; x {list(x.shape)} needs {jnp.dtype(dtype)}{list(lead)}")
+            raise ShapeError(
+                f"{name} is {value.dtype}{list(value.shape)}; x {list(x.shape)} needs {jnp.dtype(dtype)}{list(lead)}"
+            )
     if routing is not None:
         tokens = x.size // config.hidden
         check_routing(routing.ids, routing.weights, config.router.num_experts, tokens=tokens)

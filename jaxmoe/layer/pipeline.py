@@ -1,6 +1,6 @@
 """The token's way, room by room:
 
-    router ─► dispatch ─► pre_permute ─► gemm1 ─► activation ─► gemm2 ─► post_permute ─► combine
+router ─► dispatch ─► pre_permute ─► gemm1 ─► activation ─► gemm2 ─► post_permute ─► combine
 """
 
 from __future__ import annotations

@@ -48,5 +48,7 @@ def gated_act(
     if valid is not None and (valid.shape != h.shape[:-1] or valid.dtype != jnp.bool_):
         raise ShapeError(f"valid is {valid.dtype}{list(valid.shape)}; it must be bool{list(h.shape[:-1])}")
     if quant is not None and (h.shape[-1] // 2) % quant.block:
-        raise ShapeError(f"I = {h.shape[-1] // 2} is not a multiple of the quantisation block {quant.block}; pad the weights")
+        raise ShapeError(
+            f"I = {h.shape[-1] // 2} is not a multiple of the quantisation block {quant.block}; pad the weights"
+        )
     return run("gated_act", BACKENDS, backend, h, activation, quant=quant, valid=valid)

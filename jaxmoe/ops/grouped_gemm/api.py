@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.errors import FormatError, ShapeError
-from jaxmoe.ops.backend import run
+from jaxmoe.ops.backend import run_or_reference
 from jaxmoe.ops.grouped_gemm import reference
 from jaxmoe.ops.permute import group_tokens, permute, unpermute
 from jaxmoe.ops.rows import GroupedRows
@@ -61,25 +59,8 @@ def grouped_gemm(
     _check(rows, weight, bias)
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(rows.rows, QuantizedRows) else rows.rows.dtype
-    call = functools.partial(run, "grouped_gemm", BACKENDS)
     options = {"bias": bias, "out_dtype": jnp.dtype(out_dtype)}
-    if backend != "auto":
-        return call(backend, rows, weight, **options)
-    kernels = tuple(name for name in BACKENDS if name != "reference")
-    reason = "no kernel backend is installed"
-    if kernels:
-        try:
-            return call(kernels, rows, weight, **options)
-        except (NotImplementedError, ExceptionGroup) as refusal:
-            reason = "; ".join(map(str, getattr(refusal, "exceptions", [refusal])))
-    if jax.default_backend() == "gpu":
-        _warn_slow(reason)
-    return call("reference", rows, weight, **options)
-
-
-@functools.cache
-def _warn_slow(reason: str) -> None:
-    warnings.warn(f"grouped_gemm runs the slow reference on this GPU: {reason}", RuntimeWarning, stacklevel=4)
+    return run_or_reference("grouped_gemm", BACKENDS, backend, rows, weight, **options)
 
 
 def _check(rows: GroupedRows, weight: GroupedWeight, bias: Array | None) -> None:
@@ -90,13 +71,20 @@ def _check(rows: GroupedRows, weight: GroupedWeight, bias: Array | None) -> None
     if masked and shape[0] != e:
         raise ShapeError(f"masked rows {shape} are for {shape[0]} experts, the weight has {e}")
     if shape[-2] % step:
-        raise ShapeError(f"{shape[-2]} rows are not a multiple of the alignment {step}; pad them to {-(-shape[-2] // step) * step}")
+        raise ShapeError(
+            f"{shape[-2]} rows are not a multiple of the alignment {step}; pad them to {-(-shape[-2] // step) * step}"
+        )
     expected = (shape[0],) if rows.layout == "contiguous" else (e,)
     if group.shape != expected or group.dtype != jnp.int32:
-        raise ShapeError(f"the group of {rows.layout} rows is {group.dtype}{list(group.shape)}; it must be int32{list(expected)}")
+        raise ShapeError(
+            f"the group of {rows.layout} rows is {group.dtype}{list(group.shape)}; it must be int32{list(expected)}"
+        )
     if isinstance(rows.rows, QuantizedRows):
         if rows.rows.quant != weight.format.activation:
-            raise FormatError(f"rows quantised as {rows.rows.quant} do not go with {weight.format.name} weights, which take {weight.format.activation}")
+            raise FormatError(
+                f"rows quantised as {rows.rows.quant} do not go with {weight.format.name} weights; quantise them as "
+                f"{weight.format.activation}"
+            )
         widths = {weight.k_padded}
     else:
         if rows.rows.dtype not in (jnp.bfloat16, jnp.float32):
@@ -118,7 +106,9 @@ def _check_group(group: np.ndarray, rows: GroupedRows, e: int) -> None:
     elif rows.layout == "psum":
         starts = np.concatenate([[0], -(-group[:-1] // step) * step])
         if np.any(group < 0) or np.any(np.diff(group) < 0) or np.any(group > shape[0]):
-            raise ShapeError(f"psum ends {group.tolist()} must not fall and must lie in 0..M = {shape[0]} (starts {starts.tolist()})")
+            raise ShapeError(
+                f"psum ends {group.tolist()} must not fall and must lie in 0..M = {shape[0]} (starts {starts.tolist()})"
+            )
     else:
         tiles = group.reshape(-1, step)
         if np.any((group < -1) | (group >= e)):
@@ -127,8 +117,8 @@ def _check_group(group: np.ndarray, rows: GroupedRows, e: int) -> None:
         if mixed.any():
             t = int(mixed.argmax())
             raise ShapeError(
-                f"rows {t * step}..{(t + 1) * step - 1} hold labels {np.unique(tiles[t]).tolist()} in one tile of {step}: a "
-                "tile has one expert; start every expert at a multiple of the alignment, or use ragged_gemm"
+                f"rows {t * step}..{(t + 1) * step - 1} hold labels {np.unique(tiles[t]).tolist()} in one tile of {step}"
+                " rows: a tile has one expert; start every expert at a multiple of the alignment, or use ragged_gemm"
             )
 
 
@@ -163,7 +153,8 @@ def ragged_gemm(
     e = weight.num_experts
     if lhs.ndim != 2 or group_sizes.shape != (e,) or group_sizes.dtype != jnp.int32:
         raise ShapeError(
-            f"lhs {list(lhs.shape)} and group_sizes {group_sizes.dtype}{list(group_sizes.shape)} must be [M, K] and int32[{e}]"
+            f"lhs {list(lhs.shape)} and group_sizes {group_sizes.dtype}{list(group_sizes.shape)} must be [M, K] and "
+            f"int32[{e}]"
         )
     m = lhs.shape[0]
     if not isinstance(group_sizes, jax.core.Tracer):

@@ -7,6 +7,7 @@ known on the device only, so time follows the routed rows and temporary memory h
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmoe.ops.quantize import row_scales
 from jaxmoe.ops.rows import GroupedRows
+from jaxmoe.quant.codecs import e8m0_to_float
+from jaxmoe.quant.scale_layout import unpack_ue8m0
 from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
+from jaxmoe.quant.weights import decode_values, dequantize_expert
 
 Array = jax.Array
 
@@ -127,48 +132,138 @@ def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
+def _expert_matrix(w: GroupedWeight, e: Array, dtype: Any) -> Array:
+    """One expert's [N, K], dequantised to ``dtype`` where it is quantised."""
+    return dequantize_expert(w, e)[:, : w.k].astype(dtype) if w.format.quantized else w.values[e]
+
+
+def _expert_codes(w: GroupedWeight, e: Array) -> tuple[Array, Array]:
+    """One expert's codes [N, Kp] and scales [N, Kp/block], f32."""
+    fmt, values = w.format, w.values[e]
+    assert w.scales is not None
+    if fmt.scale == "float32":
+        scales = jnp.repeat(w.scales[e], fmt.block_n, axis=0)[: w.n]
+    else:
+        scales = e8m0_to_float(unpack_ue8m0(w.scales[e], w.n, w.k_padded // fmt.block_k))
+    return decode_values(values, fmt), scales
+
+
 @jax.custom_vjp
-def _plain(x: Array, w: Array, bias: Array | None, seg: _Segments, out_like: Array) -> Array:
-    """Unquantised rows [M, K] with unquantised matrices [E, N, K]."""
+def _float_rows(x: Array, w: GroupedWeight, bias: Array | None, seg: _Segments, like: Array) -> Array:
+    """Unquantised rows [M, K], result in the dtype of ``like``."""
+
+    def prepare(e: Array) -> tuple[Array, Array | None]:
+        return _expert_matrix(w, e, x.dtype), None if bias is None else bias[e]
 
     def product(tile: tuple[Array, ...], expert: tuple[Array, Array | None]) -> Array:
-        y = _dot(tile[0], expert[0], (1, 1))
-        return y if expert[1] is None else y + expert[1]
+        return _biased(_dot(tile[0], expert[0], (1, 1)), expert[1])
 
-    return _multiply(seg, (x,), lambda e: (w[e], None if bias is None else bias[e]), product, w.shape[1], out_like.dtype)
-
-
-def _plain_fwd(x: Array, w: Array, bias: Array | None, seg: _Segments, out_like: Array) -> tuple[Array, Any]:
-    return _plain(x, w, bias, seg, out_like), (x, w, bias, seg)
+    return _multiply(seg, (x,), prepare, product, w.n, like.dtype)
 
 
-def _plain_bwd(saved: Any, dy: Array) -> tuple[Any, ...]:
+def _biased(y: Array, bias: Array | None) -> Array:
+    return y if bias is None else y + bias
+
+
+def _float_rows_fwd(
+    x: Array, w: GroupedWeight, bias: Array | None, seg: _Segments, like: Array
+) -> tuple[Array, tuple[Any, ...]]:
+    return _float_rows(x, w, bias, seg, like), (x, w, bias, seg)
+
+
+def _float_rows_bwd(saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
     x, w, bias, seg = saved
-    dx = _multiply(seg, (dy,), lambda e: w[e], lambda tile, we: _dot(tile[0], we, (1, 0)), x.shape[1], x.dtype)
-    dw, dbias = _weight_gradient(seg, x, dy, w, bias)
-    return dx, dw, dbias, None, None
+    dx = _multiply(
+        seg, (dy,), lambda e: _expert_matrix(w, e, dy.dtype), lambda g, we: _dot(g[0], we, (1, 0)), w.k, x.dtype
+    )
+    dw, db = _weight_gradient(seg, None if w.format.quantized else x, dy, w.num_experts, w.values.dtype)
+    d_weight = None if dw is None else dataclasses.replace(w, values=dw)
+    return dx, d_weight, None if bias is None else db, None, None
 
 
-def _weight_gradient(seg: _Segments, x: Array, dy: Array, w: Array, bias: Array | None) -> tuple[Array, Array | None]:
-    """dL/dw [E, N, K] and dL/dbias [E, N]: f32 sums over each expert's rows, written once; 0 for an empty expert."""
-    n, k = w.shape[1:]
+_float_rows.defvjp(_float_rows_fwd, _float_rows_bwd)
+
+
+def weight_gradient(rows: GroupedRows, dy: Array, weight: Array) -> Array:
+    """dL/dweight [E, N, K] of unquantised rows: f32 sums over each expert's rows, rounded once; 0 for no rows.
+
+    Args:
+      rows: what was multiplied; rows of no expert may hold anything.
+      dy: dL/dy, [M, N] or [E, C, N].
+      weight: [E, N, K], for its shape and dtype.
+    """
+    if not rows.values.size:
+        return jnp.zeros_like(weight)
+    x, dy = (a.reshape(-1, a.shape[-1]) for a in (rows.values, dy))
+    dw, _ = _weight_gradient(_segments(rows, weight.shape[0]), x, dy, weight.shape[0], weight.dtype)
+    assert dw is not None
+    return dw
+
+
+def _weight_gradient(
+    seg: _Segments, x: Array | None, dy: Array, num_experts: int, dtype: Any
+) -> tuple[Array | None, Array]:
+    """dL/dweight [E, N, K] (None without x) and dL/dbias [E, N]."""
     seg = dataclasses.replace(seg, labels=_at_least_a_block(seg.labels, -1))
-    x, dy = _at_least_a_block(x), _at_least_a_block(dy)
+    dy = _at_least_a_block(dy)
+    x = None if x is None else _at_least_a_block(x)
+    n = dy.shape[1]
+    bias = jnp.zeros(n, jnp.float32)
+    weight = None if x is None else jnp.zeros((n, x.shape[1]), jnp.float32)
 
-    def expert(e: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
-        def block(start: Array, mask: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            dyb, xb = _rows_at(dy, start, mask), _rows_at(x, start, mask)
-            return sums[0] + _dot(dyb, xb, (0, 0)), sums[1] + jnp.sum(dyb, 0, dtype=jnp.float32)
+    def expert(e: Array, grads: Any) -> Any:
+        def block(start: Array, mask: Array, sums: Any) -> Any:
+            tile = _rows_at(dy, start, mask)
+            dw = None if x is None else sums[0] + _dot(tile, _rows_at(x, start, mask), (0, 0))
+            return dw, sums[1] + jnp.sum(tile, 0, dtype=jnp.float32)
 
-        zero = jnp.zeros((n, k), jnp.float32), jnp.zeros(n, jnp.float32)
-        dwe, dbe = _over_rows(seg, e, block, zero)
-        return grads[0].at[e].set(dwe.astype(w.dtype)), grads[1].at[e].set(dbe)
+        sums = _over_rows(seg, e, block, (weight, bias))
+        return jax.tree.map(lambda grad, total: grad.at[e].set(total.astype(grad.dtype)), grads, sums)
 
-    dw, db = _over_experts(seg, expert, (jnp.zeros(w.shape, w.dtype), jnp.zeros((w.shape[0], n), jnp.float32)))
-    return dw, None if bias is None else db.astype(bias.dtype)
+    dw = None if weight is None else jnp.zeros((num_experts, *weight.shape), dtype)
+    return _over_experts(seg, expert, (dw, jnp.zeros((num_experts, n), jnp.float32)))
 
 
-_plain.defvjp(_plain_fwd, _plain_bwd)
+def _quantized_rows(rows: QuantizedRows, w: GroupedWeight, bias: Array | None, seg: _Segments, out_dtype: Any) -> Array:
+    """Codes meet codes: an f32 partial sum per scale group, times both scales, added in order of k."""
+    kp, block_k = w.k_padded, w.format.block_k
+    size = min(block_k, rows.quant.block)
+    groups = kp // size
+
+    def by_group(codes: Array, scales: Array) -> tuple[Array, Array]:
+        """[G, rows, size] codes and [G, rows] scales."""
+        scales = jnp.repeat(scales, groups // scales.shape[1], axis=1)
+        return codes.astype(jnp.float32).reshape(-1, groups, size).swapaxes(0, 1), scales.T
+
+    def prepare(e: Array) -> tuple[tuple[Array, Array], Array | None]:
+        codes, scales = _expert_codes(w, e)
+        return by_group(codes, scales), None if bias is None else bias[e]
+
+    def product(tile: tuple[Array, ...], expert: tuple[tuple[Array, Array], Array | None]) -> Array:
+        def add(total: Array, group: tuple[tuple[Array, Array], tuple[Array, Array]]) -> tuple[Array, None]:
+            (a, scale_a), (b, scale_b) = group
+            return total + _dot(a, b, (1, 1)) * (scale_a[:, None] * scale_b[None, :]), None
+
+        total, _ = lax.scan(add, jnp.zeros((_BLOCK, w.n), jnp.float32), (by_group(*tile), expert[0]))
+        return _biased(total, expert[1])
+
+    codes = rows.values.reshape(-1, kp)
+    scales = row_scales(rows).reshape(codes.shape[0], -1)
+    return _multiply(seg, (codes, scales), prepare, product, w.n, out_dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _constant(leaf: Array, what: str) -> Array:
+    """``leaf``, which refuses to be differentiated."""
+    return leaf
+
+
+@_constant.defjvp
+def _refuse(what: str, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    raise NotImplementedError(
+        f"{what} have no gradient; differentiate with Execution(quantize_activations=False) for gradients of x and of "
+        "the router, and keep weights that train in BF16"
+    )
 
 
 def grouped_gemm(rows: GroupedRows, weight: GroupedWeight, *, bias: Array | None, out_dtype: Any) -> Array:
@@ -177,9 +272,10 @@ def grouped_gemm(rows: GroupedRows, weight: GroupedWeight, *, bias: Array | None
     if not rows.values.size:
         return jnp.zeros(shape, out_dtype)
     seg = _segments(rows, weight.num_experts)
-    if isinstance(rows.rows, QuantizedRows):
-        raise NotImplementedError("the reference grouped GEMM has no quantised rows yet")
     if weight.format.quantized:
-        raise NotImplementedError("the reference grouped GEMM has no quantised weights yet")
-    x = rows.rows.reshape(-1, rows.rows.shape[-1])
-    return _plain(x, weight.values, bias, seg, jnp.zeros((), out_dtype)).reshape(shape)
+        weight = jax.tree.map(lambda leaf: _constant(leaf, "quantised weights"), weight)
+    if isinstance(rows.rows, QuantizedRows):
+        quantized = jax.tree.map(lambda leaf: _constant(leaf, "quantised rows"), rows.rows)
+        return _quantized_rows(quantized, weight, bias, seg, out_dtype).reshape(shape)
+    x = rows.rows.reshape(-1, rows.rows.shape[-1])[:, : weight.k]
+    return _float_rows(x, weight, bias, seg, jnp.zeros((), out_dtype)).reshape(shape)

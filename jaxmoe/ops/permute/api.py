@@ -83,7 +83,9 @@ def group_tokens(
     if layout == "masked":
         capacity = n if capacity is None else capacity
         if capacity < n:
-            raise ShapeError(f"masked capacity {capacity} is below the {n} tokens an expert may get; raise it to at least {n}")
+            raise ShapeError(
+                f"masked capacity {capacity} is below the {n} tokens an expert may get; raise it to at least {n}"
+            )
         capacity = max(_round_up(capacity, alignment), alignment)
         first = jnp.argmax(ids[:, :, None] == ids[:, None, :], axis=-1)
         repeated = first < jnp.arange(k)
@@ -150,12 +152,11 @@ def _take(x: Array, index: Array) -> Array:
     return jnp.where((index >= 0).reshape(*index.shape, *[1] * (x.ndim - 1)), taken, jnp.zeros((), x.dtype))
 
 
-def _permute_fwd(x: Array, slots: Array, source: Array) -> tuple[Array, Any]:
-    return _take(x, source), (slots, source)
+def _permute_fwd(x: Array, slots: Array, source: Array) -> tuple[Array, Array]:
+    return _take(x, source), slots
 
 
-def _permute_bwd(saved: Any, d_rows: Array) -> tuple[Any, ...]:
-    slots, _ = saved
+def _permute_bwd(slots: Array, d_rows: Array) -> tuple[Any, ...]:
     return _combine(d_rows, _once(slots), None, d_rows.dtype), None, None
 
 
