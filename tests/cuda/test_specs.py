@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,12 +16,25 @@ from jaxmoe.cuda.deepgemm import Gemm, Prenorm, choose, plan_launch, plan_prenor
 from jaxmoe.cuda.deepgemm.specs import argument_names, build
 from jaxmoe.cuda.deepgemm.template import header, template_args
 from jaxmoe.cuda.launch import Buffer, Integer, Pointer, TensorMap
+from jaxmoe.cuda.source import KernelSource
 from jaxmoe.errors import BackendUnavailable, ShapeError
 
 RECORDS = json.loads((pathlib.Path(__file__).parent / "data" / "deepgemm_launches.json").read_text())["records"]
 NUM_SMS = {"sm_90": 132, "sm_100": 148}
 FP8 = {"a": "e4m3", "b": "e4m3"}
 PSUM = Gemm(arch="sm_90", layout="psum", m=1024, n=512, k=256, groups=4)
+
+
+def _launch(gemm: Gemm, **options: Any) -> tuple[KernelSource, Any]:
+    plan = plan_launch(gemm, **options)
+    assert plan is not None
+    return plan
+
+
+def _prenorm(problem: Prenorm) -> tuple[KernelSource, Any]:
+    plan = plan_prenorm(problem)
+    assert plan is not None
+    return plan
 
 
 def _described(param) -> dict:
@@ -33,9 +48,10 @@ def _described(param) -> dict:
     raise AssertionError(param)
 
 
-def _numeric_bools(args) -> list[str]:
+def _numeric_bools(args: Iterable[str]) -> list[str]:
     """The wheel writes one of its bools as 1 or 0, ours are all true or false; to the compiler they are the same."""
-    return [{"true": "1", "false": "0"}.get(arg, arg) for arg in args]
+    names = {"true": "1", "false": "0"}
+    return [names.get(arg, arg) for arg in args]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=[record["id"] for record in RECORDS])
@@ -72,7 +88,7 @@ def test_plan_is_the_recorded_launch_or_a_refusal(record):
         with pytest.raises(ShapeError, match="BLOCK_M is 224; set mk_alignment to 64 or 128"):
             plan_launch(gemm, **options)
         return
-    source, spec = plan_launch(gemm, **options)
+    source, spec = _launch(gemm, **options)
     assert spec == build(gemm, choose(gemm, **options))
     assert source.name == spec.name == spec.cubin
     assert source.arch == {"sm_90": "sm_90a", "sm_100": "sm_100f"}[gemm.arch]
@@ -85,18 +101,18 @@ def test_plan_is_the_recorded_launch_or_a_refusal(record):
 
 def test_buffers_are_the_arguments_in_order():
     fp8 = dataclasses.replace(PSUM, **FP8)
-    _, spec = plan_launch(fp8, num_sms=132)
+    _, spec = _launch(fp8, num_sms=132)
     assert argument_names(fp8) == ("a", "scales_a", "b", "scales_b", "grouped_layout")
     buffers = [param.buffer for param in spec.params if not isinstance(param, Integer)]
     a, scales_a, b, scales_b, layout = (Buffer("argument", i) for i in range(5))
     assert buffers == [scales_b, layout, a, b, Buffer("result", 0), scales_a]
     assert [param.nbytes for param in spec.params[:2]] == [4 * 4 * (512 // 128) * (256 // 128), 4 * 4]
-    labels = plan_launch(dataclasses.replace(fp8, layout="contiguous"), num_sms=132)[1].params[1]
+    labels = _launch(dataclasses.replace(fp8, layout="contiguous"), num_sms=132)[1].params[1]
     assert labels == Pointer(layout, 4 * 1024)
-    _, spec = plan_launch(dataclasses.replace(fp8, arch="sm_100"), num_sms=148)
+    _, spec = _launch(dataclasses.replace(fp8, arch="sm_100"), num_sms=148)
     buffers = [param.buffer for param in spec.params if not isinstance(param, Integer)]
     assert buffers == [layout, a, b, scales_a, scales_b, Buffer("result", 0)]
-    _, spec = plan_launch(Gemm(arch="sm_100", layout="dense", m=64, n=64, k=64), num_sms=148)
+    _, spec = _launch(Gemm(arch="sm_100", layout="dense", m=64, n=64, k=64), num_sms=148)
     buffers = [param.buffer for param in spec.params if not isinstance(param, Integer)]
     assert buffers == [None, Buffer("argument", 0), Buffer("argument", 1), Buffer("result", 0)]
 
@@ -106,7 +122,7 @@ def test_buffers_are_the_arguments_in_order():
 def test_mn_major_b_is_read_as_it_lies(arch, layout):
     """The input gradient: B is [G, k, n] in memory, so that a row of the map runs along n."""
     gemm = dataclasses.replace(PSUM, arch=arch, layout=layout, b_major="MN", n=2048)
-    source, spec = plan_launch(gemm, num_sms=NUM_SMS[arch])
+    source, spec = _launch(gemm, num_sms=NUM_SMS[arch])
     b = spec.params[5]
     assert (b.dtype, b.dims, b.strides, b.box, b.swizzle) == (
         "BFLOAT16",
@@ -119,20 +135,20 @@ def test_mn_major_b_is_read_as_it_lies(arch, layout):
 
 
 def test_options_reach_the_launch():
-    source, spec = plan_launch(PSUM, num_sms=40, pdl=True)
+    source, spec = _launch(PSUM, num_sms=40, pdl=True)
     assert spec.grid == (40, 1, 1) and spec.pdl and ", 40, GemmType" in source.code
     loose = dataclasses.replace(PSUM, arch="sm_100", zero_padding=False)
-    assert ", 64, true, false, GemmType" in plan_launch(loose, num_sms=148, mk_alignment=64)[0].code
+    assert ", 64, true, false, GemmType" in _launch(loose, num_sms=148, mk_alignment=64)[0].code
 
 
 def test_m_is_no_reason_to_compile_again():
     sources = {
-        plan_launch(dataclasses.replace(PSUM, m=m, expected_m=expected), num_sms=132)[0]
+        _launch(dataclasses.replace(PSUM, m=m, expected_m=expected), num_sms=132)[0]
         for m, expected in [(1024, 0), (1024, 64), (2048, 64)]
     }
     assert len({source.code for source in sources}) <= 2
     masked = [dataclasses.replace(PSUM, layout="masked", m=m, expected_m=8) for m in (128, 4096)]
-    assert plan_launch(masked[0], num_sms=132)[0] == plan_launch(masked[1], num_sms=132)[0]
+    assert _launch(masked[0], num_sms=132)[0] == _launch(masked[1], num_sms=132)[0]
 
 
 @pytest.mark.parametrize("empty", [{"m": 0}, {"n": 0}, {"m": 0, "n": 0}])
@@ -192,7 +208,7 @@ def test_refusals(change, alignment, error, message):
 def test_more_than_two_to_the_31_elements_are_fine():
     """DeepSeek-V3 on one GPU holds 256 × 4096 × 7168 = 7.5e9 weights: only coordinates have to fit into 32 bits."""
     big = dataclasses.replace(PSUM, m=320000, n=4096, k=7168, groups=256, **FP8)
-    _, spec = plan_launch(big, num_sms=132)
+    _, spec = _launch(big, num_sms=132)
     assert [param.dims for param in spec.params if isinstance(param, TensorMap)][1] == (7168, 1048576)
 
 
@@ -217,7 +233,7 @@ def test_tensor_maps_obey_the_driver(arch, layout, b, extents, gran):
         b=b if arch == "sm_100" or b == "bf16" else "e4m3",
         gran_b=gran if arch == "sm_100" else 128,
     )
-    _, spec = plan_launch(gemm, num_sms=NUM_SMS[arch])
+    _, spec = _launch(gemm, num_sms=NUM_SMS[arch])
     for tensor_map in (param for param in spec.params if isinstance(param, TensorMap)):
         assert all(1 <= extent <= 256 for extent in tensor_map.box)
         assert all(stride % (32 if tensor_map.dtype == "16U4_ALIGN16B" else 16) == 0 for stride in tensor_map.strides)
@@ -254,7 +270,7 @@ PRENORM = Prenorm(arch="sm_100", m=1000, n=24, k=28672, splits=16)
 
 
 def test_prenorm_launch():
-    source, spec = plan_prenorm(PRENORM)
+    source, spec = _prenorm(PRENORM)
     assert "sm100_tf32_hc_prenorm_gemm_impl<24, 28672, 64, 32, 64, 16, 128, 12, 128, 128>" in source.code
     assert (source.arch, spec.grid, spec.block, spec.cluster) == ("sm_100f", (16 * 16, 1, 1), (256, 1, 1), 1)
     assert spec.dynamic_smem == 12 * (64 * 64 * 2 + 32 * 64 * 4) + 64 * 128 + 49 * 8 + 4 <= 232448
@@ -269,7 +285,7 @@ def test_prenorm_launch():
 
 
 def test_prenorm_without_splits_has_a_flat_result():
-    _, spec = plan_prenorm(dataclasses.replace(PRENORM, n=16, splits=1))
+    _, spec = _prenorm(dataclasses.replace(PRENORM, n=16, splits=1))
     assert spec.params[3] == TensorMap(Buffer("result", 0), "FLOAT32", (16, 1000), (64,), (16, 64), 64)
     assert plan_prenorm(dataclasses.replace(PRENORM, m=0)) is None
 

@@ -62,7 +62,7 @@ def plan_prenorm(problem: Prenorm, *, pdl: bool = False) -> tuple[KernelSource, 
         TensorMap(a, "BFLOAT16", (k, m), (2 * k,), (_BLOCK, _BLOCK), 128),
         TensorMap(b, "TFLOAT32", (k, n), (4 * k,), (32, block_n), 128),
         TensorMap(d, "FLOAT32", (n, m, *split_dims), (row, *split_strides), (block_n, _BLOCK, *split_box), swizzle_d),
-        Pointer(sqr_sum),
+        Pointer(sqr_sum, 4 * splits * m),
     )
     spec = LaunchSpec(
         cubin=source.name,

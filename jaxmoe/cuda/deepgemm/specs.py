@@ -75,11 +75,22 @@ def _params(gemm: Gemm, config: Config) -> tuple[Param, ...]:
     buffers = {name: Buffer("argument", i) for i, name in enumerate(argument_names(gemm))}
     maps = _maps(gemm, config, buffers)
     shape = tuple(map(Integer, (gemm.m, gemm.n, gemm.k)))
-    layout = Pointer(buffers.get("grouped_layout"))
+    layout = Pointer(None)
+    if gemm.grouped:
+        layout = Pointer(buffers["grouped_layout"], 4 * (gemm.m if gemm.layout == "contiguous" else gemm.groups))
     if gemm.kind == "bf16":
         return (layout, *shape, maps["a"], maps["b"], maps["d"])
     if gemm.kind == "1d2d":
-        return (Pointer(buffers["scales_b"]), layout, *shape, maps["a"], maps["b"], maps["d"], maps["scales_a"])
+        blocks = ceil_div(gemm.n, 128) * ceil_div(gemm.k, 128) * gemm.groups
+        return (
+            Pointer(buffers["scales_b"], 4 * blocks),
+            layout,
+            *shape,
+            maps["a"],
+            maps["b"],
+            maps["d"],
+            maps["scales_a"],
+        )
     return (layout, *shape, maps["a"], maps["b"], maps["scales_a"], maps["scales_b"], maps["d"])
 
 
