@@ -10,8 +10,7 @@ import jax
 from jaxmoe.errors import BackendUnavailable
 
 # The plain names (sm_90, sm_100) lack the wgmma and tcgen05 instructions. sm_100f is one cubin for 10.0 and 10.3.
-_CAPABILITIES = {"sm_90a": (9, 0), "sm_100f": (10, 0), "sm_100a": (10, 0), "sm_103a": (10, 3)}
-_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_100f"}
+_CAPABILITIES = {"sm_90a": ((9, 0),), "sm_100f": ((10, 0), (10, 3))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Arch:
     """A GPU as kernels see it.
 
     Attributes:
-      name: the compiler's name, e.g. ``sm_90a``.
+      name: the compiler's name, ``sm_90a`` or ``sm_100f``.
       num_sms: SMs a persistent kernel fills; even, because kernels pair them in clusters of two.
     """
 
@@ -29,21 +28,16 @@ class Arch:
     def __post_init__(self) -> None:
         if self.name not in _CAPABILITIES:
             raise BackendUnavailable(
-                f"architecture {self.name!r}: there are kernels for {', '.join(_CAPABILITIES)} only; "
-                "use another backend on other GPUs"
+                f"architecture {self.name!r}: kernels are compiled for sm_90a (H100, H200) and sm_100f (B200, B300) "
+                "only; use another backend on other GPUs"
             )
         if self.num_sms < 2 or self.num_sms % 2:
             raise ValueError(f"num_sms is {self.num_sms}; it must be even and at least 2, as SMs work in pairs")
 
     @property
-    def capability(self) -> tuple[int, int]:
-        """The lowest compute capability this name runs on."""
-        return _CAPABILITIES[self.name]
-
-    @property
     def family(self) -> str:
         """``sm90`` or ``sm100``: which set of kernels."""
-        return "sm90" if self.capability[0] == 9 else "sm100"
+        return "sm90" if self.name == "sm_90a" else "sm100"
 
 
 def arch_name(capability: tuple[int, int]) -> str:
@@ -52,8 +46,9 @@ def arch_name(capability: tuple[int, int]) -> str:
     Raises:
       BackendUnavailable: there are no kernels for it; the message says why.
     """
-    if capability in _OF_CAPABILITY:
-        return _OF_CAPABILITY[capability]
+    for name, capabilities in _CAPABILITIES.items():
+        if capability in capabilities:
+            return name
     shown = f"compute capability {capability[0]}.{capability[1]}"
     if capability[0] == 12:
         raise BackendUnavailable(

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -52,19 +53,15 @@ def lookup(key: str) -> Path | None:
       RuntimeWarning: the file is there but its bytes match no record; it will be compiled again.
     """
     path = _cubin(key)
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _unusable(error) from error
-    if _record(key, data).exists():
-        return path
-    warnings.warn(f"{path} is damaged ({len(data)} bytes that match no record); it is not used", RuntimeWarning, stacklevel=2)
-    return None
+    intact = _intact(key)
+    if intact is False:
+        warnings.warn(f"{path} is damaged: its bytes match no record; it is not used", RuntimeWarning, stacklevel=2)
+    return path if intact else None
 
 
-def ensure(sources: Sequence[KernelSource], *, workers: int | None = None, progress: bool = False) -> dict[KernelSource, str]:
+def ensure(
+    sources: Sequence[KernelSource], *, workers: int | None = None, progress: bool = False
+) -> dict[KernelSource, str]:
     """Returns the key of every source, after compiling those that are not in the cache.
 
     Processes that ask at the same time wait for the one that compiles. Without compiler or headers, cubins of the same
@@ -86,9 +83,10 @@ def ensure(sources: Sequence[KernelSource], *, workers: int | None = None, progr
     except BackendUnavailable as reason:
         return _prepared(sources, reason)
     keys = {source: key_of(source, toolchain) for source in sources}
-    if _missing(keys):
+    wanted = {key: source for source, key in keys.items() if lookup(key) is None}
+    if wanted:
         with _lock():
-            missing = _missing(keys)
+            missing = [source for key, source in wanted.items() if not _intact(key)]
             _log.info("compiling %d kernels into %s", len(missing), directory())
             bar = tqdm(total=len(missing), desc="compiling", unit="kernel", disable=not progress)
             with bar, contextlib.closing(jit.compile_many(missing, workers=workers, toolchain=toolchain)) as compiled:
@@ -99,15 +97,15 @@ def ensure(sources: Sequence[KernelSource], *, workers: int | None = None, progr
     return keys
 
 
-def records() -> list[dict[str, object]]:
-    """What the cache holds: one record per cubin with ``key``, ``name``, ``arch``, ``bytes`` and versions."""
+def records() -> list[dict[str, Any]]:
+    """What the cache holds, oldest first: ``key``, ``name``, ``arch``, ``sha256``, ``bytes`` and versions."""
     found = []
-    for path in sorted(directory().glob("*.json")):
-        with contextlib.suppress(OSError, ValueError):
+    for path in directory().glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(path.read_text())
-            if _cubin(record["key"]).exists():
+            if hashlib.sha256(_cubin(record["key"]).read_bytes()).hexdigest() == record["sha256"]:
                 found.append(record)
-    return found
+    return sorted(found, key=lambda record: record["compiled"])
 
 
 def _hash(*parts: str) -> str:
@@ -122,17 +120,22 @@ def _record(key: str, cubin: bytes) -> Path:
     return directory() / f"{key}.{hashlib.sha256(cubin).hexdigest()}.json"
 
 
-def _missing(keys: dict[KernelSource, str]) -> list[KernelSource]:
-    by_key = {key: source for source, key in keys.items()}
-    return [source for key, source in by_key.items() if lookup(key) is None]
+def _intact(key: str) -> bool | None:
+    """Whether the cubin is what was written; None if there is none."""
+    try:
+        return _record(key, _cubin(key).read_bytes()).exists()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(error) from error
 
 
 def _prepared(sources: Sequence[KernelSource], reason: BackendUnavailable) -> dict[KernelSource, str]:
-    known = {record["source"]: str(record["key"]) for record in sorted(records(), key=lambda record: str(record["compiled"]))}
+    known = {record["source"]: record["key"] for record in records()}
     keys = {}
     for source in sources:
         key = known.get(_hash(source.arch, source.code))
-        if key is None or lookup(key) is None:
+        if key is None:
             raise BackendUnavailable(
                 f"kernel {source.name} for {source.arch} is not in {directory()} and cannot be compiled here: {reason}"
             ) from reason
@@ -177,7 +180,9 @@ def _write(path: Path, data: bytes) -> None:
 
 def _unusable(error: OSError) -> CacheError:
     out = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it readable and writable"
-    return CacheError(f"the kernel cache {directory()} cannot be used ({error}); {out}, or set JAXMOE_CACHE_DIR to another one")
+    return CacheError(
+        f"the kernel cache {directory()} cannot be used ({error}); {out}, or set JAXMOE_CACHE_DIR to another one"
+    )
 
 
 @contextlib.contextmanager

@@ -98,7 +98,8 @@ def find_cuda() -> Found:
     version = f"{number // 1000}.{number % 1000 // 10}"
     if number < 13000:
         raise BackendUnavailable(
-            f'the CUDA headers in {path} are {version}; 13.0 or newer is needed; run: pip install "nvidia-cuda-runtime>=13.0"'
+            f"the CUDA headers in {path} are {version}; 13.0 or newer is needed; "
+            'run: pip install "nvidia-cuda-runtime>=13.0"'
         )
     return Found(path, version, f"cuda {number}")
 
@@ -126,7 +127,7 @@ def find_headers(memo_dir: Path | None = None) -> Headers:
     # The directory of cccl/ comes before CUDA's, which may hold another one: the two must not mix.
     include = (SHIMS, wheel.path, cccl.path, cccl.path / "cccl", cuda.path)
     overrides = cute_overrides(wheel.path) if needs_overrides(cccl) else ()
-    parts = (tree_hash(SHIMS), wheel.digest, cuda.digest, cccl.digest)
+    parts = (tree_hash(SHIMS), wheel.digest, cuda.digest, cccl.digest, *(text for _, text in overrides))
     return Headers(tuple(dict.fromkeys(include)), overrides, hashlib.sha256("\0".join(parts).encode()).hexdigest())
 
 
@@ -207,7 +208,9 @@ def _first(header: str, what: str) -> Path:
 
 
 def _macro(path: Path, name: str) -> int:
-    found = re.search(rf"^\s*#\s*define\s+{name}\s+(\d+)", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    found = re.search(
+        rf"^\s*#\s*define\s+{name}\s+(\d+)", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+    )
     if found is None:
         raise BackendUnavailable(f"{path} does not define {name}; the headers are damaged; run: {INSTALL}")
     return int(found[1])

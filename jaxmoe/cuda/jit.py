@@ -16,8 +16,9 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxmoe.cuda import headers, nvrtc
 from jaxmoe.cuda.source import KernelSource
@@ -112,7 +113,7 @@ def compile(source: KernelSource, toolchain: Toolchain | None = None) -> bytes:
 
 def compile_many(
     sources: Sequence[KernelSource], *, workers: int | None = None, toolchain: Toolchain | None = None
-) -> Iterator[tuple[KernelSource, bytes]]:
+) -> Generator[tuple[KernelSource, bytes]]:
     """Compiles sources in parallel processes and yields each as it is done.
 
     Args:
@@ -239,13 +240,15 @@ class _Worker:
         except (OSError, ValueError):
             line = ""
         if not line:
-            return _checked(source, None, f"the compiling process ended with code {self._process.poll()}", self._toolchain)
+            return _checked(
+                source, None, f"the compiling process ended with code {self._process.poll()}", self._toolchain
+            )
         answer = json.loads(line)
         cubin = None if answer["cubin"] is None else base64.b64decode(answer["cubin"])
         return _checked(source, cubin, answer["log"], self._toolchain)
 
 
-def _job(source: KernelSource, pch: bool) -> dict[str, object]:
+def _job(source: KernelSource, pch: bool) -> dict[str, Any]:
     return {"name": source.name, "arch": source.arch, "code": source.code, "pch": pch}
 
 

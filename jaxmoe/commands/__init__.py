@@ -1,0 +1,1 @@
+"""The subcommands of ``jaxmoe``: each module has ``add_arguments(parser)`` and ``run(arguments)``."""
