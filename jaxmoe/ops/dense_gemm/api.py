@@ -1,0 +1,84 @@
+"""Dense GEMMs: checks, then the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.errors import FormatError, ShapeError
+from jaxmoe.ops.backend import run_or_reference
+from jaxmoe.ops.dense_gemm import deepgemm, reference
+from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
+
+Array = jax.Array
+
+BACKENDS: dict[str, Callable[..., Array]] = {"deepgemm": deepgemm.dense_gemm, "reference": reference.dense_gemm}
+PRENORM_BACKENDS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "deepgemm": deepgemm.prenorm_gemm,
+    "reference": reference.prenorm_gemm,
+}
+
+
+def dense_gemm(
+    x: Array | QuantizedRows,
+    weight: GroupedWeight,
+    *,
+    out_dtype: Any = None,
+    num_sms: int | None = None,
+    pdl: bool = False,
+    backend: str | tuple[str, ...] = "auto",
+) -> Array:
+    """``y[m, n] = Σ_k x[m, k] · weight[0, n, k]``, summed in f32 and rounded once.
+
+    Args:
+      x: [M, K], bf16 or f32; or quantised as ``weight.format.activation`` says.
+      weight: one matrix, as a stack of one.
+      out_dtype: bfloat16 or float32; default the rows' dtype, bfloat16 for quantised rows.
+      num_sms: even number of SMs a kernel may use, None for all.
+      pdl: launch kernels with programmatic stream serialisation.
+      backend: see :func:`jaxmoe.ops.backend.run`. On a GPU ``auto`` warns before it falls back to ``reference``.
+
+    Returns:
+      [M, N].
+
+    Raises:
+      ShapeError, FormatError: sizes or dtypes do not fit.
+      NotImplementedError: the named backend cannot do this case.
+    """
+    values = x.values if isinstance(x, QuantizedRows) else x
+    if weight.num_experts != 1:
+        raise ShapeError(f"dense_gemm takes one matrix, got a stack of {weight.num_experts}; use grouped_gemm")
+    widths = {weight.k_padded} if isinstance(x, QuantizedRows) else {weight.k, weight.k_padded}
+    if values.ndim != 2 or values.shape[1] not in widths:
+        raise ShapeError(f"rows have shape {list(values.shape)}; they must be [M, {' or '.join(map(str, sorted(widths)))}]")
+    if isinstance(x, QuantizedRows) and x.quant != weight.format.activation:
+        raise FormatError(f"rows quantised as {x.quant} do not go with {weight.format.name} weights, which take {weight.format.activation}")
+    if not isinstance(x, QuantizedRows) and x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise FormatError(f"unquantised rows are {x.dtype}; they must be bfloat16 or float32")
+    if out_dtype is None:
+        out_dtype = jnp.bfloat16 if isinstance(x, QuantizedRows) else values.dtype
+    options = {"out_dtype": jnp.dtype(out_dtype), "num_sms": num_sms, "pdl": pdl}
+    return run_or_reference("dense_gemm", BACKENDS, backend, x, weight, **options)
+
+
+def prenorm_gemm(x: Array, weight: Array, *, backend: str | tuple[str, ...] = "auto") -> tuple[Array, Array]:
+    """The product that a hyper-connection's pre-norm needs, with the squared norms of the rows from the same pass.
+
+    Args:
+      x: bf16 [M, K]. weight: f32 [N, K].
+      backend: see :func:`jaxmoe.ops.backend.run`.
+
+    Returns:
+      ``x · weightᵀ``, f32 [M, N], and ``Σ_k x²``, f32 [M]. Kernels multiply in tf32.
+
+    Raises:
+      ShapeError, FormatError: sizes or dtypes do not fit.
+    """
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ShapeError(f"x {list(x.shape)} and weight {list(weight.shape)} must be [M, K] and [N, K]")
+    if x.dtype != jnp.bfloat16 or weight.dtype != jnp.float32:
+        raise FormatError(f"x is {x.dtype} and weight {weight.dtype}; they must be bfloat16 and float32")
+    return run_or_reference("prenorm_gemm", PRENORM_BACKENDS, backend, x, weight)
