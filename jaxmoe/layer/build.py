@@ -82,7 +82,8 @@ def make_params(
             down = jnp.concatenate([down, parts[2].reshape(h, slots, i).swapaxes(0, 1)])
             biases = [None if b is None else jnp.pad(b, [(0, slots), (0, 0)]) for b in biases]
         else:
-            separate = expert_weights(*(_store(a[None], config.shared_format) for a in parts))
+            stacks = [_store(a[None], config.shared_format) for a in parts]
+            separate = expert_weights(stacks[0], stacks[1], stacks[2])
         vector = None if shared_gate_vector is None else jnp.asarray(shared_gate_vector, dtype=jnp.float32)
         shared = SharedParams(separate, vector)
     elif any(a is not None for a in (shared_gate, shared_up, shared_down, shared_gate_vector)):
@@ -93,8 +94,8 @@ def make_params(
         None if correction_bias is None else jnp.asarray(correction_bias, dtype=jnp.float32),
         None if tid2eid is None else jnp.asarray(tid2eid, dtype=jnp.int32),
     )
-    stacks = (_store(a, config.weights) for a in (gate, up, down))
-    params = MoEParams(router, expert_weights(*stacks, *biases), shared)
+    stacks = [_store(a, config.weights) for a in (gate, up, down)]
+    params = MoEParams(router, expert_weights(stacks[0], stacks[1], stacks[2], *biases), shared)
     check_params(params, config)
     return params
 

@@ -79,8 +79,8 @@ def moe(
     routed = experts(params.experts, dispatched.x, dispatched.ids, dispatched.weights, config, execution)
     y = transport.combine(routed, dispatched)
 
-    if config.shared is not None and not config.shared.fused:
-        y = y + shared_mlp(params.shared, x, config, execution)
+    if params.shared is not None and params.shared.experts is not None:
+        y = y + shared_mlp(params.shared.experts, x, config, execution, gate=shared_gate(params.shared, x))
     if valid is not None:
         y = jnp.where(valid[:, None], y, 0)
     return y.astype(x.dtype).reshape(shape)
@@ -112,7 +112,7 @@ def experts(
 
     rows = permute(x, grouping)
     if quant is not None:
-        rows = rows.with_rows(quantize(rows.rows, quant, valid=valid, backend=backend))
+        rows = rows.with_rows(quantize(rows.values, quant, valid=valid, backend=backend))
     h = grouped_gemm(rows, weights.gate_up, bias=weights.gate_up_bias, out_dtype=x.dtype, backend=backend)
     a = gated_act(h, config.activation, quant=quant, valid=valid, backend=backend)
     y = grouped_gemm(rows.with_rows(a), weights.down, bias=weights.down_bias, out_dtype=x.dtype, backend=backend)

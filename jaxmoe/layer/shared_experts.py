@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.config import Execution, MoEConfig
-from jaxmoe.layer.params import SharedParams
+from jaxmoe.layer.params import ExpertWeights, SharedParams
 from jaxmoe.ops.gated_act import gated_act
 from jaxmoe.ops.grouped_gemm import grouped_gemm, row_alignment
 from jaxmoe.ops.quantize import quantize
@@ -23,13 +23,21 @@ def shared_gate(shared: SharedParams | None, x: Array) -> Array | None:
     return jax.nn.sigmoid(logits)
 
 
-def shared_mlp(shared: SharedParams, x: Array, config: MoEConfig, execution: Execution) -> Array:
-    """The shared experts' output for x [T, H], gate included: f32 [T, H]. One expert of the grouped GEMM.
+def shared_mlp(
+    weights: ExpertWeights, x: Array, config: MoEConfig, execution: Execution, *, gate: Array | None = None
+) -> Array:
+    """The shared experts' output, one expert of the grouped GEMM.
 
-    Rows do not depend on each other, so a NaN row stays a NaN row of its own.
+    Args:
+      weights: stacks of one.
+      x: [T, H], bf16 or f32.
+      config, execution: of the layer.
+      gate: f32 [T] from :func:`shared_gate`, multiplied in; None is 1.
+
+    Returns:
+      f32 [T, H]. Rows do not depend on each other: a NaN row stays alone.
     """
-    weights, fmt = shared.experts, config.shared_format
-    assert weights is not None
+    fmt = config.shared_format
     t = x.shape[0]
     align = execution.row_alignment or row_alignment(execution.backend)
     padded = jnp.pad(x, [(0, -t % align), (0, 0)])
@@ -43,5 +51,4 @@ def shared_mlp(shared: SharedParams, x: Array, config: MoEConfig, execution: Exe
     a = gated_act(h, config.activation, quant=quant, valid=valid, backend=backend)
     y = grouped_gemm(rows.with_rows(a), weights.down, bias=weights.down_bias, out_dtype=x.dtype, backend=backend)
     y = y[:t].astype(jnp.float32)
-    gate = shared_gate(shared, x)
     return y if gate is None else gate[:, None] * y

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.ops.backend import run_or_reference
@@ -94,7 +95,7 @@ def _check(rows: GroupedRows, weight: GroupedWeight, bias: Array | None) -> None
         raise ShapeError(f"rows are {shape[-1]} wide, the weight takes K = {' or '.join(map(str, sorted(widths)))}")
     if bias is not None and (bias.shape != (e, weight.n) or bias.dtype != jnp.float32):
         raise ShapeError(f"bias is {bias.dtype}{list(bias.shape)}; it must be float32[{e}, {weight.n}]")
-    if not isinstance(group, jax.core.Tracer):
+    if not isinstance(group, Tracer):
         _check_group(np.asarray(group), rows, e)
 
 
@@ -117,7 +118,7 @@ def _check_group(group: np.ndarray, rows: GroupedRows, e: int) -> None:
         if mixed.any():
             t = int(mixed.argmax())
             raise ShapeError(
-                f"rows {t * step}..{(t + 1) * step - 1} hold labels {np.unique(tiles[t]).tolist()} in one tile of {step}"
+                f"rows {t * step}..{(t + 1) * step - 1} have labels {np.unique(tiles[t]).tolist()} in one tile of {step}"
                 " rows: a tile has one expert; start every expert at a multiple of the alignment, or use ragged_gemm"
             )
 
@@ -157,7 +158,7 @@ def ragged_gemm(
             f"int32[{e}]"
         )
     m = lhs.shape[0]
-    if not isinstance(group_sizes, jax.core.Tracer):
+    if not isinstance(group_sizes, Tracer):
         sizes = np.asarray(group_sizes)
         if np.any(sizes < 0) or sizes.sum() > m:
             raise ShapeError(f"group_sizes {sizes.tolist()} must be at least 0 and add up to at most M = {m}")

@@ -1,0 +1,144 @@
+"""Oracles that are obviously right, for tests of any backend, transport or sharding.
+
+Marker experts have constant weights, so that the output says which expert a token met: with H = I = 128 and a token of
+all c, every element of expert e's output is ``(e + 1) · marker(c)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.config import Activation, MoEConfig, RouterConfig, SharedExperts
+from jaxmoe.layer.build import make_params
+from jaxmoe.layer.params import MoEParams
+from jaxmoe.quant.formats import BF16, WeightFormat
+from jaxmoe.quant.tensors import GroupedWeight
+from jaxmoe.quant.weights import dequantize
+
+MARKER_WIDTH = 128
+"""H and I of the marker layer."""
+
+
+def marker(c: Any) -> Any:
+    """``c · silu(c)``, what expert 0 of the marker layer makes of a token of all c."""
+    c = np.asarray(c, np.float64)
+    return c * c / (1 + np.exp(-c))
+
+
+def marker_layer(
+    num_experts: int,
+    top_k: int,
+    *,
+    weights: WeightFormat = BF16,
+    dtype: Any = jnp.bfloat16,
+    shared: float | None = None,
+    fused: bool = False,
+    scaling: float = 1.0,
+) -> tuple[MoEConfig, MoEParams]:
+    """A layer of marker experts.
+
+    MXFP4 cannot hold every marker exactly: use it for e + 1 in {1, 2, 3, 4, 6, 8}.
+
+    Args:
+      num_experts, top_k: E, K.
+      weights: format. dtype: of the weights before they are quantised.
+      shared: marker value of a shared expert, or None. fused: make it a slot of the routed experts.
+      scaling: ``routed_scaling_factor``.
+    """
+    e, n = num_experts, MARKER_WIDTH
+    config = MoEConfig(
+        hidden=n,
+        intermediate=n,
+        router=RouterConfig(num_experts=e, top_k=top_k, scaling_factor=scaling),
+        weights=weights,
+        shared=None if shared is None else SharedExperts(intermediate=n, fused=fused),
+    )
+
+    def full(*values: float) -> Any:
+        return jnp.asarray(np.broadcast_to(np.asarray(values)[:, None, None] / n, (len(values), n, n)), dtype=dtype)
+
+    ones, shared_arrays = full(*[1.0] * e), {}
+    if shared is not None:
+        shared_arrays = {"shared_gate": full(1)[0], "shared_up": full(shared)[0], "shared_down": full(1)[0]}
+    return config, make_params(config, gate=ones, up=full(*range(1, e + 1)), down=ones, **shared_arrays)
+
+
+def dense_moe(params: MoEParams, x: Any, config: MoEConfig, ids: Any, weights: Any, *, valid: Any = None) -> np.ndarray:
+    """The layer's formula in float64, token by token, expert by expert, with dequantised weights.
+
+    Args:
+      params, config: of the layer. Fused shared experts are taken from the end of the stacks.
+      x: [T, H]. ids, weights: [T, K], -1 for none. valid: bool [T].
+
+    Returns:
+      float64 [T, H].
+    """
+    x, ids, weights = (
+        np.asarray(jnp.asarray(a).astype(t)) for a, t in ((x, jnp.float32), (ids, int), (weights, float))
+    )
+    x = x.astype(np.float64)
+    y = np.zeros_like(x)
+    matrices = _float64(params.experts.gate_up), _float64(params.experts.down)
+    biases = [
+        None if b is None else np.asarray(b, np.float64)
+        for b in (params.experts.gate_up_bias, params.experts.down_bias)
+    ]
+    gate = np.ones(len(x))
+    if params.shared is not None and params.shared.gate is not None:
+        gate = 1 / (1 + np.exp(-x @ np.asarray(params.shared.gate, np.float64)))
+    for t, row in enumerate(x):
+        if valid is not None and not valid[t]:
+            continue
+        chosen = [(e, w) for e, w in zip(ids[t], weights[t], strict=True) if e >= 0]
+        chosen += [(config.router.num_experts + s, gate[t]) for s in range(config.fused_slots)]
+        for e, w in chosen:
+            y[t] += w * _mlp(
+                row, *(m[e] for m in matrices), config.activation, *(b if b is None else b[e] for b in biases)
+            )
+        if params.shared is not None and params.shared.experts is not None:
+            own = params.shared.experts
+            y[t] += gate[t] * _mlp(row, _float64(own.gate_up)[0], _float64(own.down)[0], config.activation)
+    return y
+
+
+def _float64(w: GroupedWeight) -> np.ndarray:
+    return np.asarray(dequantize(w), np.float64)
+
+
+def _mlp(
+    x: Any, gate_up: Any, down: Any, activation: Activation, gate_up_bias: Any = None, down_bias: Any = None
+) -> Any:
+    h = gate_up @ x + (0 if gate_up_bias is None else gate_up_bias)
+    a = dense_act(h, activation)[: down.shape[1]]
+    return down @ a + (0 if down_bias is None else down_bias)
+
+
+def dense_act(h: Any, a: Activation) -> np.ndarray:
+    """The gated activation of h [..., 2·I] in float64."""
+    g, u = np.split(np.asarray(h, np.float64), 2, axis=-1)
+
+    def sigmoid(z: np.ndarray) -> np.ndarray:
+        return 1 / (1 + np.exp(-z))
+
+    if a.limit is not None:
+        g, u = np.minimum(g, a.limit), np.clip(u, -a.limit, a.limit)
+    if a.kind == "oai":
+        return g * sigmoid(a.alpha * g) * (u + 1)
+    if a.kind == "situ":
+        return a.beta_gate * np.tanh(g / a.beta_gate) * sigmoid(g) * a.beta_up * np.tanh(u / a.beta_up)
+    return g * sigmoid(g) * u
+
+
+def calc_diff(a: Any, b: Any) -> float:
+    """``1 - 2·⟨a, b⟩ / (⟨a, a⟩ + ⟨b, b⟩)`` in float64: what a format's ``max_diff`` bounds; 0 for two zero arrays."""
+    a, b = (
+        np.asarray(jnp.asarray(v).astype(jnp.float32), np.float64)
+        if not isinstance(v, np.ndarray)
+        else v.astype(np.float64)
+        for v in (a, b)
+    )
+    norm = (a * a).sum() + (b * b).sum()
+    return 0.0 if norm == 0 else float(1 - 2 * (a * b).sum() / norm)
