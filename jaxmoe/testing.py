@@ -15,7 +15,6 @@ from jaxmoe.config import Activation, MoEConfig, RouterConfig, SharedExperts
 from jaxmoe.layer.build import make_params
 from jaxmoe.layer.params import MoEParams
 from jaxmoe.quant.formats import BF16, WeightFormat
-from jaxmoe.quant.tensors import GroupedWeight
 from jaxmoe.quant.weights import dequantize
 
 MARKER_WIDTH = 128
@@ -76,44 +75,34 @@ def dense_moe(params: MoEParams, x: Any, config: MoEConfig, ids: Any, weights: A
     Returns:
       float64 [T, H].
     """
-    x, ids, weights = (
-        np.asarray(jnp.asarray(a).astype(t)) for a, t in ((x, jnp.float32), (ids, int), (weights, float))
-    )
-    x = x.astype(np.float64)
-    y = np.zeros_like(x)
-    matrices = _float64(params.experts.gate_up), _float64(params.experts.down)
-    biases = [
-        None if b is None else np.asarray(b, np.float64)
-        for b in (params.experts.gate_up_bias, params.experts.down_bias)
-    ]
+    x, ids, combine = _float64(x), np.asarray(ids), _float64(weights)
+    routed, shared = params.experts, params.shared
+    stacks = _float64(dequantize(routed.gate_up)), _float64(dequantize(routed.down))
     gate = np.ones(len(x))
-    if params.shared is not None and params.shared.gate is not None:
-        gate = 1 / (1 + np.exp(-x @ np.asarray(params.shared.gate, np.float64)))
-    for t, row in enumerate(x):
+    if shared is not None and shared.gate is not None:
+        gate = 1 / (1 + np.exp(-x @ _float64(shared.gate)))
+    y = np.zeros_like(x)
+    for t in range(len(x)):
         if valid is not None and not valid[t]:
             continue
-        chosen = [(e, w) for e, w in zip(ids[t], weights[t], strict=True) if e >= 0]
+        chosen = [(int(e), w) for e, w in zip(ids[t], combine[t], strict=True) if e >= 0]
         chosen += [(config.router.num_experts + s, gate[t]) for s in range(config.fused_slots)]
         for e, w in chosen:
-            y[t] += w * _mlp(
-                row, *(m[e] for m in matrices), config.activation, *(b if b is None else b[e] for b in biases)
-            )
-        if params.shared is not None and params.shared.experts is not None:
-            own = params.shared.experts
-            y[t] += gate[t] * _mlp(row, _float64(own.gate_up)[0], _float64(own.down)[0], config.activation)
+            biases = [None if b is None else _float64(b[e]) for b in (routed.gate_up_bias, routed.down_bias)]
+            y[t] += w * _mlp(x[t], stacks[0][e], stacks[1][e], config.activation, *biases)
+        if shared is not None and shared.experts is not None:
+            own = [_float64(dequantize(w)[0]) for w in (shared.experts.gate_up, shared.experts.down)]
+            y[t] += gate[t] * _mlp(x[t], own[0], own[1], config.activation)
     return y
 
 
-def _float64(w: GroupedWeight) -> np.ndarray:
-    return np.asarray(dequantize(w), np.float64)
+def _float64(a: Any) -> np.ndarray:
+    return np.asarray(a).astype(np.float64)
 
 
-def _mlp(
-    x: Any, gate_up: Any, down: Any, activation: Activation, gate_up_bias: Any = None, down_bias: Any = None
-) -> Any:
+def _mlp(x: np.ndarray, gate_up: Any, down: Any, a: Activation, gate_up_bias: Any = None, down_bias: Any = None) -> Any:
     h = gate_up @ x + (0 if gate_up_bias is None else gate_up_bias)
-    a = dense_act(h, activation)[: down.shape[1]]
-    return down @ a + (0 if down_bias is None else down_bias)
+    return down @ dense_act(h, a)[: down.shape[1]] + (0 if down_bias is None else down_bias)
 
 
 def dense_act(h: Any, a: Activation) -> np.ndarray:
@@ -134,11 +123,6 @@ def dense_act(h: Any, a: Activation) -> np.ndarray:
 
 def calc_diff(a: Any, b: Any) -> float:
     """``1 - 2·⟨a, b⟩ / (⟨a, a⟩ + ⟨b, b⟩)`` in float64: what a format's ``max_diff`` bounds; 0 for two zero arrays."""
-    a, b = (
-        np.asarray(jnp.asarray(v).astype(jnp.float32), np.float64)
-        if not isinstance(v, np.ndarray)
-        else v.astype(np.float64)
-        for v in (a, b)
-    )
+    a, b = _float64(a), _float64(b)
     norm = (a * a).sum() + (b * b).sum()
     return 0.0 if norm == 0 else float(1 - 2 * (a * b).sum() / norm)

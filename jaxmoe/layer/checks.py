@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxmoe.config import MoEConfig
@@ -11,6 +12,8 @@ from jaxmoe.layer.params import ExpertWeights, MoEParams
 from jaxmoe.quant.formats import WeightFormat
 from jaxmoe.quant.tensors import GroupedWeight
 from jaxmoe.router import Routing, check_routing
+
+Host = Array | np.ndarray
 
 
 def stored_width(intermediate: int, fmt: WeightFormat) -> int:
@@ -96,7 +99,7 @@ def _check_weight(name: str, w: GroupedWeight, fmt: WeightFormat, e: int, n: int
 
 
 def check_inputs(
-    x: Array, config: MoEConfig, *, token_ids: Array | None, valid: Array | None, routing: Routing | None
+    x: Host, config: MoEConfig, *, token_ids: Host | None, valid: Host | None, routing: Routing | None
 ) -> None:
     """Refuses inputs that do not fit the config or each other; see :func:`jaxmoe.layer.pipeline.moe`."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
