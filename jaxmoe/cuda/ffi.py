@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import jaxmoe.cuda
 from jaxmoe.cuda import cubin_cache
 from jaxmoe.cuda import launch as _launch
 from jaxmoe.errors import FormatError, ShapeError
@@ -116,7 +117,11 @@ class Library:
 def library_path() -> Path:
     """The shared library: what ``JAXMOE_FFI_LIBRARY`` names, else the one built into this package."""
     override = os.environ.get("JAXMOE_FFI_LIBRARY")
-    return Path(override) if override else Path(__file__).with_name(LIBRARY_NAME)
+    if override:
+        return Path(override)
+    # An editable install keeps the library apart from the sources; the package's path holds both directories.
+    places = [Path(directory) / LIBRARY_NAME for directory in jaxmoe.cuda.__path__]
+    return next((place for place in places if place.is_file()), places[0])
 
 
 @functools.cache
