@@ -5,6 +5,7 @@ The wheel is located through its metadata and never imported: importing it would
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -184,7 +185,8 @@ def tree_hash(root: Path, memo_dir: Path | None = None) -> str:
             part.write_text(result)
             part.replace(memo)
         except OSError:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
     return result
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -29,6 +30,8 @@ _PCH_FROM = 4
 # Beyond this, memory (0.4 GB a worker) costs more than the time won.
 _MAX_WORKERS = 16
 _LOG_TAIL = 4000
+_Jobs = queue.SimpleQueue[tuple[KernelSource, bool]]
+_Done = queue.SimpleQueue[tuple[KernelSource, bytes | KernelCompileError]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +68,19 @@ def find_nvrtc(memo_dir: Path | None = None) -> headers.Found:
       BackendUnavailable: the library or its Python bindings are missing or too old.
     """
     try:
-        from cuda.bindings import nvrtc as bindings
         from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+        importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
         raise BackendUnavailable(f"cuda-bindings cannot be imported ({error}); run: {headers.INSTALL}") from error
     try:
         path = load_nvidia_dynamic_lib("nvrtc").abs_path
     except (DynamicLibNotFoundError, RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BackendUnavailable(f"libnvrtc cannot be loaded ({reason}); run: {headers.INSTALL}") from error
     if path is None:
         raise BackendUnavailable(f"libnvrtc is loaded but has no path; run: {headers.INSTALL}")
-    _, major, minor = bindings.nvrtcVersion()
+    _, major, minor = nvrtc.load(path).nvrtcVersion()
     if major < 13:
         raise BackendUnavailable(
             f'{path} is NVRTC {major}.{minor}; 13.0 or newer is needed; run: pip install "nvidia-cuda-nvrtc>=13.0"'
@@ -135,15 +139,13 @@ def compile_many(
     # Sources with the same headers side by side, so that a worker meets few precompiled headers (225 MB each on disk).
     ordered = sorted(sources, key=_headers_of)
     groups = collections.Counter(map(_headers_of, ordered))
-    jobs: queue.SimpleQueue[tuple[KernelSource, bool]] = queue.SimpleQueue()
+    jobs, done = _Jobs(), _Done()
     for source in ordered:
         jobs.put((source, groups[_headers_of(source)] >= _PCH_FROM * workers))
-    done: queue.SimpleQueue[tuple[KernelSource, bytes | KernelCompileError]] = queue.SimpleQueue()
     failures: list[KernelCompileError] = []
     with contextlib.ExitStack() as stack:
         for _ in range(workers):
-            worker = stack.enter_context(_Worker(toolchain))
-            threading.Thread(target=worker.serve, args=(jobs, done), daemon=True).start()
+            stack.enter_context(_Worker(toolchain, jobs, done))
         for _ in ordered:
             source, result = done.get()
             if isinstance(result, KernelCompileError):
@@ -184,68 +186,84 @@ _EM_CUDA, _SHT_SYMTAB, _STT_FUNC, _STO_CUDA_ENTRY = 190, 2, 2, 0x10
 
 
 class _Worker:
-    """One compiling process; ended when its context is left, even in the middle of a job."""
+    """A thread with one compiling process, which it starts again should it die."""
 
-    def __init__(self, toolchain: Toolchain) -> None:
-        self._toolchain = toolchain
+    def __init__(self, toolchain: Toolchain, jobs: _Jobs, done: _Done) -> None:
+        self._toolchain, self._jobs, self._done = toolchain, jobs, done
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def __enter__(self) -> _Worker:
-        # By path and with -P, so that the process imports neither JAX nor our modules of standard library names.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", nvrtc.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        self._send(dataclasses.asdict(self._toolchain.setup))
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Idle workers end with their input and remove their precompiled headers; busy ones are stopped.
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=2)
-        except subprocess.TimeoutExpired:
-            self._process.terminate()
-            self._process.wait()
-
-    def _send(self, message: dict[str, object]) -> None:
-        assert self._process.stdin is not None
-        print(json.dumps(message), file=self._process.stdin, flush=True)
-
-    def serve(
-        self,
-        jobs: queue.SimpleQueue[tuple[KernelSource, bool]],
-        done: queue.SimpleQueue[tuple[KernelSource, bytes | KernelCompileError]],
-    ) -> None:
-        """Works through the jobs until none is left."""
-        while True:
+        # An idle process ends with its input and removes its precompiled headers; a busy one is stopped.
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process is not None:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
             try:
-                source, pch = jobs.get_nowait()
+                process.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
+            self._thread.join()
+            process.stdout.close()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                source, pch = self._jobs.get_nowait()
             except queue.Empty:
                 return
             try:
-                done.put((source, self._compile(source, pch)))
+                self._done.put((source, self._compile(source, pch)))
             except KernelCompileError as error:
-                done.put((source, error))
+                self._done.put((source, error))
 
     def _compile(self, source: KernelSource, pch: bool) -> bytes:
-        assert self._process.stdout is not None
-        try:
-            self._send(_job(source, pch))
-            line = self._process.stdout.readline()
-        except (OSError, ValueError):
-            line = ""
+        process, line = self._start(), ""
+        if process is not None:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(OSError, ValueError):
+                print(json.dumps(_job(source, pch)), file=process.stdin, flush=True)
+                line = process.stdout.readline()
         if not line:
-            return _checked(
-                source, None, f"the compiling process ended with code {self._process.poll()}", self._toolchain
-            )
+            code = None if process is None else process.wait()
+            log = f"the compiling process ended with code {code}; if memory ran out, use fewer workers"
+            return _checked(source, None, log, self._toolchain)
         answer = json.loads(line)
         cubin = None if answer["cubin"] is None else base64.b64decode(answer["cubin"])
         return _checked(source, cubin, answer["log"], self._toolchain)
+
+    def _start(self) -> subprocess.Popen[str] | None:
+        """The running process; None once the worker is closed."""
+        with self._lock:
+            process = self._process
+            if self._closed or (process is not None and process.poll() is None):
+                return process
+            if process is not None and process.stdin is not None and process.stdout is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+                process.stdout.close()
+            # By path and with -P, so that it imports neither JAX nor our modules in place of others of the same name.
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", nvrtc.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                print(json.dumps(dataclasses.asdict(self._toolchain.setup)), file=process.stdin, flush=True)
+            return process
 
 
 def _job(source: KernelSource, pch: bool) -> dict[str, Any]:

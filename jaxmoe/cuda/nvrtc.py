@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -51,9 +52,7 @@ def load(library: str) -> Any:
     # NVRTC opens its builtins by bare name, which finds them only if they are loaded already.
     for path in [*sorted(Path(library).parent.glob("libnvrtc-builtins.so.*")), library]:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    from cuda.bindings import nvrtc
-
-    return nvrtc
+    return importlib.import_module("cuda.bindings.nvrtc")
 
 
 def compile_source(setup: Setup, name: str, arch: str, code: str, pch: bool = False) -> tuple[bytes | None, str]:

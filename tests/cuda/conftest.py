@@ -15,7 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.cuda import ffi, launch
+from jaxmoe.cuda import ffi, jit, launch
+from jaxmoe.errors import BackendUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 ERROR_BYTES = 4096
@@ -147,3 +148,14 @@ def standin(standin_session: StandIn, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("JAXMOE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ffi, "library", lambda: standin_session.library)
     return standin_session
+
+
+@pytest.fixture(scope="session")
+def toolchain():
+    """NVRTC with all headers. Where they are not installed, tests that need them skip; in CI they fail."""
+    try:
+        return jit.find_toolchain()
+    except BackendUnavailable as missing:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(missing))
