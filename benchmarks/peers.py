@@ -1,0 +1,110 @@
+"""What a user would pick instead of jaxmoe, each behind one small function; a peer that cannot run says why."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.common import kernel_seconds
+
+Array = jax.Array
+
+
+def ragged_dot(rows: Array, weight: Array, sizes: Array) -> float:
+    """Seconds of ``jax.lax.ragged_dot`` on bf16 rows [M, K] sorted by expert, weight [E, N, K]."""
+    return kernel_seconds(lambda x, w, s: jax.lax.ragged_dot(x, w.mT, s), rows, weight, sizes, inner=2)
+
+
+def mosaic(rows: Array, weight: Array, sizes: Array) -> float:
+    """Seconds of JAX's own Mosaic GPU grouped GEMM, the best of a few configurations."""
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
+    best = float("inf")
+    reason: Exception | None = None
+    for block_m, block_n, steps, grid in ((128, 128, 4, 4), (64, 128, 6, 8), (64, 64, 6, 8)):
+        if weight.shape[1] % block_n:
+            continue
+        config = dict(block_m=block_m, block_n=block_n, block_k=64, max_concurrent_steps=steps, grid_block_n=grid)
+        try:
+            call = functools.partial(ragged_dot_mgpu.ragged_dot, transpose_rhs=True, **config)
+            best = min(
+                best, kernel_seconds(lambda x, w, s, call=call: call(x, w, group_sizes=s), rows, weight, sizes, inner=4)
+            )
+        except Exception as error:
+            reason = error
+    if best == float("inf"):
+        raise RuntimeError(f"no configuration runs: {reason}")
+    return best
+
+
+def tokamax(rows: Array, weight: Array, sizes: Array) -> float:
+    """Seconds of tokamax's ragged_dot as installed, without autotuning."""
+    import tokamax
+
+    def call(x: Array, w: Array, s: Array) -> Array:
+        return tokamax.ragged_dot(x, w.mT, s, implementation="mosaic")
+
+    return kernel_seconds(call, rows, weight, sizes, inner=2)
+
+
+class TorchDeepGEMM:
+    """The torch package sgl-deep-gemm on the very same buffers, shared through DLPack."""
+
+    def __init__(self) -> None:
+        import deep_gemm
+        import torch
+
+        self.torch, self.deep_gemm = torch, deep_gemm
+
+    def share(self, array: Array) -> Any:
+        """A torch view of a JAX array; fp8 crosses as bytes."""
+        if array.dtype == jnp.float8_e4m3fn:
+            data = jax.block_until_ready(jax.jit(lambda a: jax.lax.bitcast_convert_type(a, jnp.uint8))(array))
+            return self.torch.from_dlpack(data).view(self.torch.float8_e4m3fn)
+        return self.torch.from_dlpack(jax.block_until_ready(array))
+
+    def grouped(
+        self,
+        layout: str,
+        a: Array,
+        scales_a: Array | None,
+        b: Array,
+        scales_b: Array | None,
+        group: Array,
+        expected_m: int,
+    ) -> tuple[Callable[[], None], Any]:
+        """A call that runs the package's GEMM, and the tensor it writes. ``layout`` is contiguous or masked."""
+        left, right, labels = self.share(a), self.share(b), self.share(group)
+        out = self.torch.empty((*left.shape[:-1], right.shape[1]), dtype=self.torch.bfloat16, device="cuda")
+        extra = (expected_m,) if layout == "masked" else ()
+        if scales_a is None:
+            run = getattr(self.deep_gemm, f"m_grouped_bf16_gemm_nt_{layout}")
+            return (lambda: run(left, right, out, labels, *extra)), out
+        scales = self.share(scales_a).transpose(-1, -2)[..., : left.shape[-2], :]
+        run = getattr(self.deep_gemm, f"m_grouped_fp8_gemm_nt_{layout}")
+        right_scales = self.share(scales_b)
+        return (lambda: run((left, scales), (right, right_scales), out, labels, *extra)), out
+
+    def seconds(self, call: Callable[[], None], inner: int = 16, repeats: int = 5) -> float:
+        """Median device time of a call, from CUDA events around batches of ``inner`` calls."""
+        call()
+        times = []
+        for _ in range(repeats):
+            begin, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.torch.cuda.synchronize()
+            begin.record()
+            for _ in range(inner):
+                call()
+            end.record()
+            self.torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e-3 / inner)
+        return sorted(times)[repeats // 2]
+
+    def bytes_of(self, out: Any) -> Any:
+        """The written tensor as NumPy bytes."""
+        self.torch.cuda.synchronize()
+        return out.view(self.torch.int16).cpu().numpy()
