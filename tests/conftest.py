@@ -1,10 +1,19 @@
-"""One strict session: 8 virtual CPU devices, strict dtype promotion, x64 off, warnings are errors."""
+"""One strict session: 8 virtual CPU devices, strict dtype promotion, x64 off, warnings are errors.
+
+For whoever launches kernels: the FFI library of these sources and a CUDA driver that records, both built once per
+state of the sources.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import itertools
 import json
 import os
 import pathlib
+import shutil
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +24,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxmoe.cuda import ffi, launch
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_x64", False)
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+ERROR_BYTES = 4096
 
 
 @pytest.fixture
@@ -37,3 +52,131 @@ def write_checkpoint(tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
         return path
 
     return write
+
+
+def build(target: str, sources: list[pathlib.Path], *flags: str) -> pathlib.Path:
+    """Compiles and links with the C++ compiler at hand, unless these very sources were built before."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    assert compiler, "the tests of ffi/ need g++ or clang++"
+    command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Wno-unused-parameter", f"-I{ROOT}", *flags]
+    inputs = [*sources, *sorted(ROOT.glob("ffi/*.h"))]
+    digest = hashlib.sha256("\0".join([*command, jax.__version__, *(p.read_text() for p in inputs)]).encode())
+    path = ROOT / "build" / "test-ffi" / digest.hexdigest()[:16] / target
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{target}.{os.getpid()}")
+        done = subprocess.run([*command, *map(str, sources), "-o", str(fresh), "-ldl"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        fresh.rename(path)
+    return path
+
+
+class StandIn:
+    """The library on the CPU platform with the recording driver, and what the driver saw."""
+
+    def __init__(self):
+        shared = ("-O2", "-fPIC", "-shared")
+        driver = build("driver.so", [ROOT / "tests/cuda/standin/driver.cc"], *shared)
+        sources = sorted(ROOT.glob("ffi/*.cc"))
+        path = build(ffi.LIBRARY_NAME, sources, *shared, "-fvisibility=hidden", f"-isystem{jax.ffi.include_dir()}")
+        self.driver = ctypes.CDLL(str(driver))
+        self.driver.standin_log.restype = ctypes.c_size_t
+        self.driver.standin_log.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+        self.library = ffi.Library(path, platform="cpu")
+        os.environ["JAXMOE_LIBCUDA"] = str(driver)
+        self.library.load_driver()
+        del os.environ["JAXMOE_LIBCUDA"]
+        c = self.library.c
+        c.jaxmoe_program_create.argtypes = [
+            ctypes.c_char_p,
+            ctypes.c_size_t,
+            ctypes.POINTER(ctypes.c_void_p),
+            ctypes.c_char_p,
+            ctypes.c_size_t,
+        ]
+        c.jaxmoe_program_launch.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            ctypes.c_char_p,
+            ctypes.c_size_t,
+        ]
+        c.jaxmoe_program_destroy.argtypes = [ctypes.c_void_p]
+        self.directory = pathlib.Path()
+        self._keys = (f"kernel_{n}" for n in itertools.count())
+
+    def cubin(self, *params: int, kernels: int = 1, store: tuple[int, int, int] | None = None) -> str:
+        """Writes an image of a kernel with these parameter sizes; gives its key, never used before."""
+        key = next(self._keys)
+        text = f"kernels {kernels}\nparams {' '.join(map(str, params))}\n"
+        if store:
+            text += "store {} {} {}\n".format(*store)
+        (self.directory / f"{key}.cubin").write_bytes(text.encode() + b"\0")
+        return key
+
+    def calls(self, call: str | None = None) -> list[dict]:
+        """What the driver recorded, in order; of one function only if named."""
+        text = ctypes.create_string_buffer(self.driver.standin_log(None, 0))
+        self.driver.standin_log(text, len(text))
+        records = [json.loads(line) for line in text.value.decode().splitlines()]
+        return [r for r in records if call in (None, r["call"])]
+
+    def program(self, specs: list[launch.LaunchSpec] | bytes, target: str = "jaxmoe_test") -> Program:
+        """Instantiates as XLA would."""
+        return Program(self.library.c, specs if isinstance(specs, bytes) else launch.encode(specs, target))
+
+
+class Program:
+    """One instantiated custom call, run without XLA. Buffers are (address, bytes) pairs."""
+
+    def __init__(self, c: ctypes.CDLL, blob: bytes):
+        self._c = c
+        self._handle = ctypes.c_void_p()
+        error = ctypes.create_string_buffer(ERROR_BYTES)
+        if c.jaxmoe_program_create(blob, len(blob), ctypes.byref(self._handle), error, ERROR_BYTES):
+            raise RuntimeError(error.value.decode())
+
+    def launch(self, arguments=(), results=(), device: int = 0, stream: int = 0) -> None:
+        error = ctypes.create_string_buffer(ERROR_BYTES)
+        args, rets = (np.array(b, np.uint64).reshape(-1, 2) for b in (arguments, results))
+        if self._c.jaxmoe_program_launch(
+            self._handle,
+            args.ctypes.data,
+            len(args),
+            rets.ctypes.data,
+            len(rets),
+            device,
+            stream,
+            error,
+            ERROR_BYTES,
+        ):
+            raise RuntimeError(error.value.decode())
+
+    def __del__(self):
+        self._c.jaxmoe_program_destroy(self._handle)
+
+
+@pytest.fixture
+def build_cpp():
+    """Builds a program from sources named relative to the repository."""
+    return lambda target, sources, *flags: build(target, [ROOT / source for source in sources], *flags)
+
+
+@pytest.fixture(scope="session")
+def standin_session() -> StandIn:
+    return StandIn()
+
+
+@pytest.fixture
+def standin(standin_session: StandIn, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A clean record, an empty cubin directory, and :func:`jaxmoe.cuda.ffi.launch` going to the recording driver."""
+    standin_session.driver.standin_reset()
+    standin_session.directory = tmp_path
+    standin_session.library.set_cubin_directory(tmp_path)
+    monkeypatch.setenv("JAXMOE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(ffi, "library", lambda: standin_session.library)
+    return standin_session
