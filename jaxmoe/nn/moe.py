@@ -14,7 +14,7 @@ from flax.nnx.nn import initializers
 from flax.typing import Initializer
 
 from jaxmoe.config import Activation, Execution, MoEConfig, RouterConfig, SharedExperts
-from jaxmoe.errors import ShapeError
+from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.layer.params import MoEParams
 from jaxmoe.layer.pipeline import moe
 from jaxmoe.layer.plan import Plan, plan
@@ -184,6 +184,8 @@ class MoE(nnx.Module):
                     f"routing ids are {routing.ids.shape}; for x {x.shape} they must be {x.shape[:-1]} + (K,)"
                 )
             routing = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), routing)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise FormatError(f"x is {x.dtype}; it must be floating point")
         params, x = self._promote(self.params, x)
         return moe(params, x, self.config, self.execution, token_ids=token_ids, valid=valid, routing=routing)
 
