@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
+import subprocess
 import threading
 
 import numpy as np
 import pytest
 
-from jaxmoe.cuda.launch import Buffer, Integer, LaunchSpec, PeerField, Pointer, Struct, TensorMap
+from jaxmoe.cuda.launch import Buffer, Integer, LaunchSpec, PeerField, Pointer, Struct, TensorMap, encode
 
 BASE, OUT = 0x7F0000000000, 0x7F1000000000
 
@@ -298,3 +299,21 @@ def test_buffers_of_more_than_four_gigabytes(standin):
     run(standin, spec, arguments=[(BASE, int(np.prod(dims, dtype=np.int64)))])
     with pytest.raises(RuntimeError, match="of argument 0, which has 7516192767 bytes"):
         standin.program([spec]).launch([(BASE, 7168 * 2**20 - 1)])
+
+
+def test_steady_state_allocates_nothing_and_is_cheap(standin, build_cpp, tmp_path):
+    """What a DeepGEMM call needs: three scalars, two pointers, five tensor maps; and a peer field in a struct."""
+    maps = (tensor_map(0), tensor_map(1), tensor_map(2), tensor_map(3), tensor_map(4))
+    key = standin.cubin(8, 8, 4, 4, 4, *[128] * 5, 20)
+    params = (Pointer(argument(5)), Pointer(argument(6)), Integer(1), Integer(2), Integer(3), *maps, Struct(bytes(20)))
+    (tmp_path / "spec").write_bytes(encode([spec_of(key, *params, cluster=2)], "jaxmoe_test"))
+    sources = [f"ffi/{name}.cc" for name in ("context", "driver", "kernels", "program", "spec")]
+    binary = build_cpp("steady", ["tests/cuda/standin/steady.cc", *sources], "-O2")
+    driver = build_cpp("quiet.so", ["tests/cuda/standin/driver.cc"], "-O2", "-fPIC", "-shared", "-DQUIET")
+    command = [str(binary), str(tmp_path / "spec"), str(tmp_path), "20000"]
+    done = subprocess.run(command, env={"JAXMOE_LIBCUDA": str(driver)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    allocations, nanoseconds = done.stdout.split()
+    print(f"{nanoseconds} ns per call")
+    assert int(allocations) == 0
+    assert float(nanoseconds) < 10_000
