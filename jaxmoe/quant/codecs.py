@@ -200,7 +200,7 @@ def block_amax(x: Array, axis: int | tuple[int, ...]) -> Array:
 def block_scale(amax: Array, kind: ScaleKind, target_max: float = E4M3_MAX) -> tuple[Array, Array]:
     """Scale of a block and what to multiply its values with.
 
-    ``float32``: ``scale = amax · fl(1/target_max)``, ``inverse = 1 / scale``, each rounded once (IEEE, to nearest even).
+    ``float32``: ``scale = amax · fl(1/target_max)``, ``inverse = 1 / scale``, each rounded once, to nearest even.
     ``ue8m0``: the scale's byte from :func:`ue8m0_scale_byte`, and the exact inverse power of two.
 
     Args:

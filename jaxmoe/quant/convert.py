@@ -9,6 +9,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from jaxmoe.errors import FormatError, LossyConversionError, LossyConversionWarning, ShapeError
 from jaxmoe.quant.codecs import E4M3, E4M3_MAX, float_to_e8m0_byte, to_e4m3, ue8m0_exponent
@@ -51,6 +52,10 @@ class ConversionReport:
 
 
 @functools.partial(jax.jit, static_argnums=2)
+def _reblock_all(values: Array, scales: Array, format: WeightFormat) -> tuple[Array, Array, Array, Array]:
+    return lax.map(lambda one: _reblock(*one, format), (values, scales))
+
+
 def _reblock(values: Array, scales: Array, format: WeightFormat) -> tuple[Array, Array, Array, Array]:
     """Re-encodes one expert with power-of-two scales as e4m3 with a power-of-two scale per 128×128 block.
 
@@ -84,8 +89,9 @@ def _reblock(values: Array, scales: Array, format: WeightFormat) -> tuple[Array,
 
 def _to_blocks(w: GroupedWeight) -> tuple[GroupedWeight, ConversionReport | None]:
     """FP8Block from a format with power-of-two scales, and a report if that changes values."""
-    values, scales, worst, changed = lax.map(lambda vs: _reblock(*vs, w.format), (w.values, w.scales))
-    if isinstance(worst, jax.core.Tracer):
+    assert w.scales is not None
+    values, scales, worst, changed = _reblock_all(w.values, w.scales, w.format)
+    if isinstance(worst, Tracer):
         raise TypeError("weights are converted at load time: whether values change is checked, which cannot be traced")
     out = assemble(values, scales, FP8Block, w.k)
     count = int(jnp.sum(changed))
@@ -116,8 +122,8 @@ def mxfp4_to_fp8(w: GroupedWeight, *, allow_lossy: bool = False) -> GroupedWeigh
     if report is not None:
         if not allow_lossy:
             raise LossyConversionError(
-                f"MXFP4 to FP8Block is not exact: {report}. Group exponents in a block differ by more than 14; keep the "
-                "weights MXFP4, dequantise to BF16, or pass allow_lossy=True"
+                f"MXFP4 to FP8Block is not exact: {report}. Group exponents in that block differ by more than 14; "
+                "keep the weights MXFP4, convert to BF16, or pass allow_lossy=True"
             )
         warnings.warn(f"MXFP4 to FP8Block: {report}", LossyConversionWarning, stacklevel=2)
     return out
@@ -136,6 +142,7 @@ def mxfp8_to_fp8(w: GroupedWeight) -> GroupedWeight:
     return out
 
 
+@jax.jit
 def requantize_ue8m0(w: GroupedWeight) -> GroupedWeight:
     """FP8Block, dequantised and quantised again with scales rounded up to powers of two (what Blackwell needs).
 
@@ -209,8 +216,8 @@ def convert(w: GroupedWeight, format: WeightFormat, *, allow_lossy: bool = False
         assert out.scales is not None
         return assemble(out.values, float_to_e8m0_byte(out.scales), FP8BlockUE8M0, w.k)
     raise FormatError(
-        f"no conversion from {source.name} to {format.name}; convert to BF16 first and quantise that, or keep {source.name} "
-        f"(formats: {', '.join(FORMATS)})"
+        f"no conversion from {source.name} to {format.name}; convert to BF16 first and quantise that, or keep "
+        f"{source.name} (formats: {', '.join(FORMATS)})"
     )
 
 

@@ -9,6 +9,8 @@ rows, Ma = M rounded up to 4 (16-byte steps), S groups along K and P = ⌈S/4⌉
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,6 +32,7 @@ def _pad(x: Array, rows: int, groups: int, fill: int | float) -> Array:
     return jnp.pad(x, spare, constant_values=jnp.asarray(fill, dtype=x.dtype))
 
 
+@jax.jit
 def mn_major_f32(scales: Array) -> Array:
     """Lays float scales out for the kernels.
 
@@ -44,6 +47,7 @@ def mn_major_f32(scales: Array) -> Array:
     return jnp.swapaxes(_pad(scales, _round_up(m, 4), s, 1.0), -1, -2)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def row_major_f32(scales: Array, m: int) -> Array:
     """Inverse of :func:`mn_major_f32`.
 
@@ -60,6 +64,7 @@ def row_major_f32(scales: Array, m: int) -> Array:
     return jnp.swapaxes(scales, -1, -2)[..., :m, :]
 
 
+@functools.partial(jax.jit, static_argnames="fill")
 def pack_ue8m0(scales: Array, *, fill: int = NEUTRAL_BYTE) -> Array:
     """Packs exponent bytes four to a word and lays the words out for the kernels.
 
@@ -81,6 +86,7 @@ def pack_ue8m0(scales: Array, *, fill: int = NEUTRAL_BYTE) -> Array:
     return jnp.swapaxes(lax.bitcast_convert_type(words, jnp.int32), -1, -2)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def unpack_ue8m0(words: Array, m: int, s: int) -> Array:
     """Inverse of :func:`pack_ue8m0`.
 

@@ -51,8 +51,8 @@ def slice_n(w: GroupedWeight, ranges: Sequence[tuple[int, int]], *, grid: int = 
         low, high = start // grid * grid, -(-stop // grid) * grid
         if low % block or (high % block and i + 1 < len(ranges)):
             raise ShapeError(
-                f"rows {start}:{stop} cut a block of {w.format.name}, whose scales cover {block} rows from row 0 of {w.n}; "
-                f"cut at multiples of {block}, or pass grid={block} to widen the cut with zero rows"
+                f"rows {start}:{stop} cut a block of {w.format.name}, whose scales cover {block} rows from row 0 "
+                f"of {w.n}; cut at multiples of {block}, or pass grid={block} to widen the cut with zero rows"
             )
         part = pad_n(w, max(w.n, high))
         row = jnp.arange(low, high)
@@ -92,8 +92,8 @@ def slice_k(w: GroupedWeight, start: int, stop: int, *, grid: int = 1) -> Groupe
     low, high = start // grid * grid, -(-stop // grid) * grid
     if low % block:
         raise ShapeError(
-            f"columns {start}:{stop} cut a block of {w.format.name}, whose scales cover {block} columns from column 0 of "
-            f"{w.k}; start at a multiple of {block}, or pass grid={block} to widen the cut with zero columns"
+            f"columns {start}:{stop} cut a block of {w.format.name}, whose scales cover {block} columns from "
+            f"column 0 of {w.k}; start at a multiple of {block}, or pass grid={block} to widen with zero columns"
         )
     values, scales = w.values[:, :, low // per : -(-stop // per)], canonical_scales(w)
     if start > low or stop % per:
@@ -172,8 +172,8 @@ def concat_n(parts: Sequence[GroupedWeight]) -> GroupedWeight:
     for p in parts[:-1]:
         if p.n % p.format.block_n:
             raise ShapeError(
-                f"cannot append rows after {p.n} rows of {p.format.name}: {p.n} is no multiple of the block {p.format.block_n}; "
-                f"pad with pad_n to {-(-p.n // p.format.block_n) * p.format.block_n} first"
+                f"cannot append rows after {p.n} rows of {p.format.name}: {p.n} is no multiple of the block "
+                f"{p.format.block_n}; pad with pad_n to {-(-p.n // p.format.block_n) * p.format.block_n} first"
             )
     scales = jnp.concatenate([p.scales for p in parts if p.scales is not None], axis=1)
     return dataclasses.replace(first, values=values, scales=scales)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
 from jaxmoe.quant.formats import ActivationQuant, WeightFormat
 
 Array = jax.Array
-
-
-def _static(**kwargs: Any) -> Any:
-    return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 @jax.tree_util.register_dataclass
@@ -42,11 +37,12 @@ class GroupedWeight:
 
     values: Array
     scales: Array | None
-    format: WeightFormat = _static()
-    k: int = _static()
+    format: WeightFormat = dataclasses.field(metadata={"static": True})
+    k: int = dataclasses.field(metadata={"static": True})
 
     @property
     def num_experts(self) -> int:
+        """E."""
         return self.values.shape[0]
 
     @property
@@ -61,6 +57,7 @@ class GroupedWeight:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of values and scales."""
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
@@ -75,4 +72,4 @@ class QuantizedRows:
 
     values: Array
     scales: Array
-    quant: ActivationQuant = _static()
+    quant: ActivationQuant = dataclasses.field(metadata={"static": True})

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.quant.codecs import (
@@ -40,7 +41,8 @@ def from_canonical(values: Any, scales: Any, format: WeightFormat, k: int | None
         [E, N, ⌈K/128⌉]; MXFP8 and MXFP4: [E, N, ⌈K/32⌉]; as uint8 exponent bytes, float8_e8m0fnu, or float32 powers
         of two. NumPy or JAX arrays; blocks at the edges may be partial.
       format: what they are.
-      k: logical width if the arrays are already padded beyond it; columns past it are set to 0.
+      k: logical width if the values are already padded beyond it; columns past it are set to 0. The scales may then
+        cover either width.
 
     Returns:
       The stack, K padded with zeros to ``format.k_multiple`` and the scales in the layout of :class:`GroupedWeight`.
@@ -52,16 +54,16 @@ def from_canonical(values: Any, scales: Any, format: WeightFormat, k: int | None
     """
     values = _check_values(values, format)
     e, n, stored = (*values.shape[:2], values.shape[2] * (2 if format.bits == 4 else 1))
-    k = stored if k is None else k
-    if not 0 < k <= stored:
-        raise ShapeError(f"k is {k}, but the {format.name} values hold {stored} columns; k must be in 1..{stored}")
+    width = stored if k is None else k
+    if not 0 < width <= stored:
+        raise ShapeError(f"k is {width}, but the {format.name} values hold {stored} columns; k must be in 1..{stored}")
     if not format.quantized:
         if scales is not None:
             raise FormatError(f"BF16 weights take no scales, got an array of shape {scales.shape}")
-        return assemble(values, None, format, k)
+        return assemble(values, None, format, width)
     if scales is None:
         raise FormatError(f"{format.name} weights need scales; for unquantised values use BF16 or quantize_weight")
-    return assemble(values, _check_scales(scales, format, e, n, stored), format, k)
+    return assemble(values, _check_scales(scales, format, e, n, {stored, width}), format, width)
 
 
 def _check_values(values: Any, format: WeightFormat) -> Array:
@@ -81,13 +83,13 @@ def _check_values(values: Any, format: WeightFormat) -> Array:
     return jnp.asarray(values)
 
 
-def _check_scales(scales: Any, format: WeightFormat, e: int, n: int, k: int) -> Array:
-    """Checked scales: float32, or exponent bytes."""
-    s = -(-k // format.block_k)
-    expected = {(e, -(-n // format.block_n), s)} | ({(e, n, s)} if format.scale == "ue8m0" else set())
+def _check_scales(scales: Any, format: WeightFormat, e: int, n: int, ks: set[int]) -> Array:
+    """Checked scales, for one of the widths: float32, or exponent bytes."""
+    rows = {-(-n // format.block_n)} | ({n} if format.scale == "ue8m0" else set())
+    expected = {(e, r, -(-k // format.block_k)) for r in rows for k in ks}
     if scales.shape not in expected:
         raise ShapeError(
-            f"{format.name} scales have shape {scales.shape}; {e} matrices of {n}×{k} in blocks of "
+            f"{format.name} scales have shape {scales.shape}; {e} matrices of {n}×{max(ks)} in blocks of "
             f"{format.block_n}×{format.block_k} need {' or '.join(map(str, sorted(expected)))}"
         )
     if format.scale == "float32":
@@ -105,13 +107,14 @@ def _check_scales(scales: Any, format: WeightFormat, e: int, n: int, k: int) -> 
         _refuse(scales == 255, scales, "is the e8m0 byte of NaN; bytes must be in 0..254")
     else:
         raise FormatError(
-            f"{format.name} scales have dtype {scales.dtype}; they must be uint8, float8_e8m0fnu or float32 powers of two"
+            f"{format.name} scales have dtype {scales.dtype}; they must be uint8, float8_e8m0fnu or float32 powers "
+            "of two"
         )
     return scales
 
 
 def _refuse(bad: Array, scales: Array, why: str) -> None:
-    if isinstance(bad, jax.core.Tracer) or not bad.any():
+    if isinstance(bad, Tracer) or not bad.any():
         return
     expert, row, group = (int(i) for i in jnp.argwhere(bad, size=1)[0])
     raise FormatError(
@@ -119,6 +122,7 @@ def _refuse(bad: Array, scales: Array, why: str) -> None:
     )
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def assemble(values: Array, scales: Array | None, format: WeightFormat, k: int) -> GroupedWeight:
     """Pads K, blanks columns past k, and lays scales (float32, or bytes per block row or row) out."""
     per = 2 if format.bits == 4 else 1
@@ -162,6 +166,7 @@ def decode_values(values: Array, format: WeightFormat) -> Array:
     return decode_e2m1(values) if format.bits == 4 else values.astype(jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def _dequantize(values: Array, scales: Array | None, format: WeightFormat) -> Array:
     x = decode_values(values, format)
     if scales is None:
@@ -197,16 +202,20 @@ def dequantize_expert(w: GroupedWeight, expert: Array | int) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _quantize(w: Array, format: WeightFormat) -> tuple[Array, Array]:
-    """Codes (columns up to the end of the last block) and canonical scales of float32 [..., N, K]."""
-    *lead, n, k = w.shape
+    """Codes (columns up to the end of the last block) and canonical scales of [E, N, K], an expert at a time."""
+    return lax.map(lambda matrix: _quantize_matrix(matrix.astype(jnp.float32), format), w)
+
+
+def _quantize_matrix(w: Array, format: WeightFormat) -> tuple[Array, Array]:
+    n, k = w.shape
     bn, bk = format.block_n, format.block_k
     nb, kb = -(-n // bn), -(-k // bk)
-    w = jnp.pad(w, [(0, 0)] * len(lead) + [(0, nb * bn - n), (0, kb * bk - k)])
-    blocks = w.reshape(*lead, nb, bn, kb, bk)
+    w = jnp.pad(w, ((0, nb * bn - n), (0, kb * bk - k)))
+    blocks = w.reshape(nb, bn, kb, bk)
     target = E2M1_MAX if format.bits == 4 else E4M3_MAX
     assert format.scale is not None
-    scales, inverse = block_scale(block_amax(blocks, (-3, -1)), format.scale, target)
-    q = (blocks * inverse[..., None, :, None]).reshape(*lead, nb * bn, kb * bk)[..., :n, :]
+    scales, inverse = block_scale(block_amax(blocks, (1, 3)), format.scale, target)
+    q = (blocks * inverse[:, None, :, None]).reshape(nb * bn, kb * bk)[:n]
     return encode_e2m1(q) if format.bits == 4 else to_e4m3(q), scales
 
 
@@ -231,10 +240,10 @@ def quantize_weight(w: Any, format: WeightFormat) -> GroupedWeight:
     w = jnp.asarray(w)
     if not format.quantized:
         return GroupedWeight(w.astype(jnp.bfloat16), None, format, k)
-    if format.bits == 4 and not isinstance(w, jax.core.Tracer) and (nan := jnp.isnan(w)).any():
+    if format.bits == 4 and not isinstance(w, Tracer) and (nan := jnp.isnan(w)).any():
         expert, row, column = (int(i) for i in jnp.argwhere(nan, size=1)[0])
         raise FormatError(
             f"weight of expert {expert}, row {row}, column {column} is NaN, which {format.name} cannot hold"
         )
-    values, scales = lax.map(lambda m: _quantize(m.astype(jnp.float32), format), w)
+    values, scales = _quantize(w, format)
     return assemble(values, scales, format, k)

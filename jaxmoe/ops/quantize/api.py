@@ -24,9 +24,9 @@ def quantize(
     """Quantises rows to e4m3 with one scale per row and ``quant.block`` columns, in the layout the GEMMs eat.
 
     Per block, in float32: ``amax`` is the largest magnitude, at least :data:`jaxmoe.quant.codecs.FLOOR`; the scale is
-    ``amax · fl(1/448)`` (``float32``) or the smallest power of two with ``amax / scale <= 448`` (``ue8m0``); the code is
-    ``x · (1/scale)`` saturated and rounded to nearest even. A NaN stays NaN and does not enter ``amax``; an infinity
-    counts as the largest float32. No other block is touched by either.
+    ``amax · fl(1/448)`` (``float32``) or the smallest power of two with ``amax / scale <= 448`` (``ue8m0``); the code
+    is ``x · (1/scale)`` saturated and rounded to nearest even. A NaN stays NaN and does not enter ``amax``; an
+    infinity counts as the largest float32. No other block is touched by either.
 
     Args:
       x: bfloat16 or float32 [..., M, K].

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +15,7 @@ from jaxmoe.quant.tensors import QuantizedRows
 Array = jax.Array
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def quantize(x: Array, quant: ActivationQuant, *, valid: Array | None = None) -> QuantizedRows:
     """Quantises rows; see :func:`jaxmoe.ops.quantize.quantize`."""
     *lead, m, k = x.shape
@@ -46,6 +49,7 @@ def row_scales(rows: QuantizedRows) -> Array:
     return e8m0_to_float(unpack_ue8m0(rows.scales, m, kp // rows.quant.block))
 
 
+@jax.jit
 def dequantize_rows(rows: QuantizedRows) -> Array:
     """What quantised rows stand for.
 
