@@ -53,7 +53,7 @@ class ConversionReport:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _reblock_all(values: Array, scales: Array, format: WeightFormat) -> tuple[Array, Array, Array, Array]:
-    return lax.map(lambda one: _reblock(*one, format), (values, scales))
+    return lax.map(lambda expert: _reblock(expert[0], expert[1], format), (values, scales))
 
 
 def _reblock(values: Array, scales: Array, format: WeightFormat) -> tuple[Array, Array, Array, Array]:
