@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxmoe.config import RouterConfig
 from jaxmoe.errors import FormatError, ShapeError
@@ -55,7 +56,7 @@ def check_routing(
         raise FormatError(f"ids is {ids.dtype}; convert it to int32")
     if weights.dtype != jnp.float32:
         raise FormatError(f"weights is {weights.dtype}; convert it to float32")
-    if isinstance(ids, jax.core.Tracer):
+    if isinstance(ids, Tracer):
         return
     known = np.asarray(ids)
     outside = np.argwhere((known < -1) | (known >= num_experts))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.config import GroupScore
+from jaxmoe.router.scores import row_sum
 from jaxmoe.router.topk import MASKED, order_keys, top_k
 
 Array = jax.Array
@@ -21,7 +22,7 @@ def grouped_keys(selection: Array, num_groups: int, top_groups: int, group_score
     t, e = selection.shape
     members = selection.reshape(t, num_groups, e // num_groups)
     best = jnp.take_along_axis(members, top_k(members, 2 if group_score == "top2_sum" else 1), axis=-1)
-    chosen = top_k(best.sum(axis=-1), top_groups)
+    chosen = top_k(row_sum(best)[..., 0], top_groups)
     groups = jnp.arange(num_groups, dtype=jnp.int32)
     selected = (chosen[:, :, None] == groups).any(axis=1)
     return jnp.where(jnp.repeat(selected, e // num_groups, axis=1), order_keys(selection), MASKED)

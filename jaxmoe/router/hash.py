@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.router.checks import first_repeat
@@ -33,7 +34,7 @@ def check_table(tid2eid: Array | np.ndarray, num_experts: int, top_k: int | None
         raise ShapeError(f"tid2eid has shape {tuple(tid2eid.shape)}; it must be [vocabulary, {want}]")
     if not jnp.issubdtype(tid2eid.dtype, jnp.integer):
         raise FormatError(f"tid2eid is {tid2eid.dtype}; expert ids must be integers")
-    if isinstance(tid2eid, jax.core.Tracer):
+    if isinstance(tid2eid, Tracer):
         return
     table = np.asarray(tid2eid)
     outside = np.argwhere((table < 0) | (table >= num_experts))

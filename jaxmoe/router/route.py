@@ -11,10 +11,12 @@ from jaxmoe.router.checks import check_inputs
 from jaxmoe.router.grouped import grouped_keys
 from jaxmoe.router.hash import lookup
 from jaxmoe.router.routing import Routing
-from jaxmoe.router.scores import scores
+from jaxmoe.router.scores import row_sum, scores, softmax
 from jaxmoe.router.topk import order_keys, top_k_of_keys
 
 Array = jax.Array
+
+_TILE = 64  # rows of one product in deterministic mode
 
 
 def route(
@@ -25,12 +27,13 @@ def route(
     logits: Array | None = None,
     token_ids: Array | None = None,
     valid: Array | None = None,
+    deterministic: bool = False,
 ) -> Routing:
     """Chooses K experts per token and the weights of their outputs.
 
     Ids of a row are distinct and in [0, E) whatever the logits hold; NaN ranks last and ties go to the lowest id.
     Weights come from the unbiased scores and are differentiable; the choice is not. A row's result depends on
-    that row only.
+    its logits only, to the bit; see ``deterministic`` for the logits.
 
     Args:
       params: the router's parameters; ``kernel`` is unused when ``logits`` are given.
@@ -40,6 +43,8 @@ def route(
         added to them.
       token_ids: integers [T], for hash routing; one outside the table means no expert.
       valid: bool [T]; False rows (padding) get ids -1 and weights 0, whatever they hold.
+      deterministic: run the router GEMM in tiles of a fixed number of rows, so that a row's logits do not depend
+        on T to the bit (matrix products of other sizes may add up in another order). Slower.
 
     Raises:
       ShapeError, FormatError: an input does not fit the config.
@@ -55,7 +60,7 @@ def route(
     # Rows that go nowhere are zeroed at the door: NaN in them can then reach neither results nor gradients.
     if logits is None:
         assert x is not None
-        logits = _logits(params, _select_rows(valid, x.astype(jnp.float32)))
+        logits = _logits(params, _select_rows(valid, x.astype(jnp.float32)), deterministic)
     else:
         logits = _select_rows(valid, logits.astype(jnp.float32))
     all_scores = scores(logits, "raw" if config.softmax_after_topk else config.score)
@@ -70,9 +75,19 @@ def _select_rows(valid: Array | None, rows: Array) -> Array:
     return rows if valid is None else jnp.where(valid[:, None], rows, 0.0)
 
 
-def _logits(params: RouterParams, x: Array) -> Array:
-    logits = jnp.dot(x, params.kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+def _logits(params: RouterParams, x: Array, deterministic: bool) -> Array:
+    kernel = params.kernel.astype(jnp.float32)
+    if deterministic:
+        t, h = x.shape
+        tiles = jnp.pad(x, ((0, -t % _TILE), (0, 0))).reshape(-1, _TILE, h)
+        logits = jax.lax.map(lambda tile: _gemm(tile, kernel), tiles).reshape(-1, kernel.shape[1])[:t]
+    else:
+        logits = _gemm(x, kernel)
     return logits if params.logit_bias is None else logits + params.logit_bias
+
+
+def _gemm(x: Array, kernel: Array) -> Array:
+    return jnp.dot(x, kernel, precision=jax.lax.Precision.HIGHEST)
 
 
 def _choose(params: RouterParams, config: RouterConfig, logits: Array, all_scores: Array) -> Array:
@@ -92,9 +107,9 @@ def _weights(config: RouterConfig, all_scores: Array, ids: Array) -> Array:
     """Final weights, f32 [T, K], of the chosen ids."""
     chosen = jnp.take_along_axis(all_scores, jnp.maximum(ids, 0), axis=1)
     if config.softmax_after_topk:
-        weights = jax.nn.softmax(chosen, axis=1)
+        weights = softmax(chosen)
     elif config.renormalize:
-        total = chosen.sum(axis=1, keepdims=True)
+        total = row_sum(chosen)
         floor = config.renormalize_floor
         weights = chosen / jnp.where(jnp.abs(total) < floor, floor, total)
     else:

@@ -12,6 +12,14 @@ Array = jax.Array
 _TAIL = -16.0  # below it softplus(x) is exp(x) to less than half an f32 ulp
 
 
+def _exp(x: Array) -> Array:
+    """exp, compiled apart from what makes its argument.
+
+    Fused with it, the CPU backend gives other last bits for other numbers of rows.
+    """
+    return jnp.exp(jax.lax.optimization_barrier(x))
+
+
 def sqrtsoftplus(x: Array) -> Array:
     """sqrt(log(1 + exp(x))), accurate and with finite gradients at any finite f32 x.
 
@@ -19,9 +27,29 @@ def sqrtsoftplus(x: Array) -> Array:
     exp(x), whose root is taken as exp(x/2): this stays normal for twice as long, and has no infinite slope at 0.
     """
     tail = x < _TAIL
-    body = jnp.where(tail, 0.0, x)
-    root = jnp.sqrt(jnp.maximum(body, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(body))))
-    return jnp.where(tail, jnp.exp(jnp.where(tail, x, 0.0) * 0.5), root)
+    power = jax.lax.optimization_barrier(_exp(jnp.where(tail, x * 0.5, -jnp.abs(x))))
+    softplus = jnp.maximum(x, 0.0) + jnp.log1p(power)
+    return jnp.where(tail, power, jnp.sqrt(jnp.where(tail, 1.0, softplus)))
+
+
+def row_sum(x: Array) -> Array:
+    """Sum over the last axis, kept with extent 1, as a fixed tree of additions.
+
+    The order of a backend's own reduction may change with the number of rows; a row's bits must not.
+    """
+    n = x.shape[-1]
+    width = 1 << (n - 1).bit_length()
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - n)])
+    while width > 1:
+        width //= 2
+        x = x[..., :width] + x[..., width:]
+    return x
+
+
+def softmax(x: Array) -> Array:
+    """Softmax over the last axis, by :func:`row_sum`. A row whose maximum is infinite or NaN is all NaN."""
+    powers = _exp(x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True)))
+    return powers / row_sum(powers)
 
 
 def scores(logits: Array, kind: Score) -> Array:
@@ -33,7 +61,7 @@ def scores(logits: Array, kind: Score) -> Array:
     """
     match kind:
         case "softmax":
-            return jax.nn.softmax(logits, axis=-1)
+            return softmax(logits)
         case "sigmoid":
             return jax.nn.sigmoid(logits)
         case "sqrtsoftplus":
