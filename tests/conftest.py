@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxmoe.cuda import ffi, launch
+from jaxmoe.cuda import cubin_cache, ffi, launch
+from jaxmoe.cuda.source import KernelSource
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_x64", False)
@@ -180,3 +181,68 @@ def standin(standin_session: StandIn, tmp_path: pathlib.Path, monkeypatch: pytes
     monkeypatch.setenv("JAXMOE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ffi, "library", lambda: standin_session.library)
     return standin_session
+
+
+PARAMETER_BYTES = {
+    "sm90_fp8_1d2d": (8, 8, 4, 4, 4, 128, 128, 128, 128),
+    "sm90_bf16": (8, 4, 4, 4, 128, 128, 128),
+    "sm100_fp8_1d1d": (8, 4, 4, 4, 128, 128, 128, 128, 128),
+    "sm100_fp8_fp4_1d1d": (8, 4, 4, 4, 128, 128, 128, 128, 128),
+    "sm100_bf16": (8, 4, 4, 4, 128, 128, 128),
+    "sm100_tf32_hc_prenorm": (4, 128, 128, 128, 8),
+}
+"""Sizes of the parameters of DeepGEMM's kernels, by family."""
+
+
+@pytest.fixture
+def kernels(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """The recording driver, for which every DeepGEMM kernel compiles, to an image with that kernel's parameters."""
+
+    def ensure(sources: list[KernelSource]) -> dict[KernelSource, str]:
+        found = {}
+        for source in sources:
+            family = max((f for f in PARAMETER_BYTES if source.name.startswith(f)), key=len)
+            found[source] = standin.cubin(*PARAMETER_BYTES[family])
+        return found
+
+    monkeypatch.setattr(cubin_cache, "ensure", ensure)
+    return standin
+
+
+TENSOR_MAP_TYPES = {0: "UINT8", 3: "INT32", 7: "FLOAT32", 9: "BFLOAT16", 11: "TFLOAT32", 14: "16U4_ALIGN16B"}
+CLUSTER, PDL = "4", "6"
+
+
+@pytest.fixture
+def launches(kernels: StandIn) -> Callable[[], list[dict[str, Any]]]:
+    """What was launched, in the terms of ``tests/cuda/data``; ``addresses`` are those of the tensor maps."""
+
+    def described() -> list[dict[str, Any]]:
+        maps = {m["map"]: m for m in kernels.calls("cuTensorMapEncodeTiled")}
+        found = []
+        for record in kernels.calls("cuLaunchKernelEx"):
+            addresses, params = [], []
+            for param in record["params"]:
+                if param.startswith("map "):
+                    m = maps[int(param[4:])]
+                    assert (m["element_strides"], m["interleave"], m["promotion"], m["fill"]) == ([1, 1], 0, 3, 0)
+                    swizzle = (0, 32, 64, 128)[m["swizzle"]]
+                    params.append({"map": [TENSOR_MAP_TYPES[m["type"]], m["dims"], m["strides"], m["box"], swizzle]})
+                    addresses.append(m["address"])
+                else:
+                    value = int.from_bytes(bytes.fromhex(param), "little")
+                    params.append({"u32": value} if len(param) == 8 else {"ptr": "device" if value else "null"})
+            found.append(
+                {
+                    "grid": record["grid"],
+                    "block": record["block"],
+                    "dynamic_smem": record["smem"],
+                    "cluster": record["attributes"].get(CLUSTER, [1])[0],
+                    "pdl": PDL in record["attributes"],
+                    "params": params,
+                    "addresses": addresses,
+                }
+            )
+        return found
+
+    return described

@@ -1,16 +1,14 @@
-"""Which GPU kernels are chosen for while a program is traced: the default device's, or one named for cross-compiling."""
+"""Which GPU kernels are chosen for while a program is traced: the default device's, or one named to compile for."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import jax
 
 from jaxmoe.cuda.arch import Arch, detect
 
-_TARGET: contextvars.ContextVar[Arch | None] = contextvars.ContextVar("jaxmoe_target", default=None)
+_TARGET = jax.make_user_context(default_value=None)
 
 
 def current() -> Arch:
@@ -19,18 +17,19 @@ def current() -> Arch:
     Raises:
       BackendUnavailable: no target is named and the default device is no GPU with kernels.
     """
-    named = _TARGET.get()
+    named = _TARGET.value
     if named is not None:
         return named
     device = jax.config.jax_default_device
-    return detect(device if isinstance(device, jax.Device) else None)
+    return detect(jax.local_devices(backend=device)[0] if isinstance(device, str) else device)
 
 
-@contextlib.contextmanager
-def target(arch: Arch) -> Iterator[None]:
-    """Chooses kernels for ``arch``, which need not be here; programs traced inside can be lowered and exported."""
-    token = _TARGET.set(arch)
-    try:
-        yield
-    finally:
-        _TARGET.reset(token)
+def target(arch: Arch | None) -> AbstractContextManager[None]:
+    """Chooses kernels for ``arch``, which need not be here; programs traced inside can be lowered and exported.
+
+    It is part of the key under which ``jax.jit`` keeps programs: one function can be traced for several targets.
+
+    Args:
+      arch: None goes back to the default device's.
+    """
+    return _TARGET(arch)

@@ -1,4 +1,4 @@
-"""One DeepGEMM GEMM as a JAX operation: a custom call that knows how it may be sharded and batched.
+"""A DeepGEMM kernel as a JAX operation: a custom call that knows how it may be sharded and batched.
 
 XLA cannot see into a custom call. Left alone it would gather sharded operands to full size on every device, so the
 call carries a partitioning rule: dimensions along which the GEMM falls apart into independent ones are run locally,
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.cuda.arch import Arch
 from jaxmoe.cuda.deepgemm.gemm import Arch as GemmArch
 from jaxmoe.cuda.deepgemm.gemm import Dtype, Gemm, Layout, Major
+from jaxmoe.cuda.deepgemm.prenorm import Prenorm, plan_prenorm
 from jaxmoe.cuda.deepgemm.specs import plan_launch
 from jaxmoe.cuda.kernel import run_kernel
+from jaxmoe.cuda.launch import LaunchSpec
+from jaxmoe.cuda.source import KernelSource
 
 Array = jax.Array
 
@@ -30,15 +33,46 @@ GEMM_ARCH: dict[str, GemmArch] = {"sm90": "sm_90", "sm100": "sm_100"}
 """The planner's architecture by kernel family."""
 
 
+Planned = tuple[KernelSource, LaunchSpec]
+Factors = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+class Call(Protocol):
+    """Everything static about a custom call but its shapes, which follow from the operands. Hashable."""
+
+    @property
+    def layout(self) -> str:
+        """What kind of GEMM, for messages."""
+        ...
+
+    @property
+    def factors(self) -> Factors:
+        """A letter per dimension of each operand, and of each result; equal letters are one factor."""
+        ...
+
+    @property
+    def divisible(self) -> str:
+        """Factors along which the GEMM is a set of independent ones."""
+        ...
+
+    def plan(self, operands: Sequence[Any]) -> Planned | None:
+        """What runs over operands of these shapes; None if nothing does."""
+        ...
+
+    def results(self, operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Results over operands of these shapes."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmCall:
-    """Everything static about a GEMM but its shapes, which follow from the operands.
+    """A GEMM of :mod:`jaxmoe.cuda.deepgemm.specs`; see :class:`Call`.
 
     Attributes:
       arch: what to compile for.
       layout, a, b, d, b_major, gran_a, gran_b, expected_m: see :class:`Gemm`.
       alignment: rows that experts start at multiples of.
-      num_sms: SMs to use, None for all.
+      num_sms: SMs to use at most, even; None for all.
       pdl: programmatic stream serialisation.
     """
 
@@ -63,15 +97,13 @@ class GemmCall:
     def gemm(self, operands: Sequence[Any]) -> Gemm:
         """The GEMM over operands of these shapes, in the order of :mod:`jaxmoe.cuda.deepgemm.specs`."""
         a, b = operands[0].shape, operands[2 if self.scaled else 1].shape
-        n = b[-1] if self.b_major == "MN" else b[-2]
-        k = a[-1] * (2 if self.a == "e2m1" else 1)
         return Gemm(
             arch=GEMM_ARCH[self.arch.family],
             layout=self.layout,
             m=a[-2],
-            n=n,
-            k=k,
-            groups=b[0] if self.layout != "dense" else 1,
+            n=b[-1] if self.b_major == "MN" else b[-2],
+            k=a[-1] * (2 if self.a == "e2m1" else 1),
+            groups=1 if self.layout == "dense" else b[0],
             a=self.a,
             b=self.b,
             d=self.d,
@@ -81,34 +113,60 @@ class GemmCall:
             expected_m=self.expected_m,
         )
 
+    def plan(self, operands: Sequence[Any]) -> Planned | None:
+        """Source and launch over operands of these shapes; see :func:`plan_launch`, also for the errors."""
+        num_sms = self.arch.num_sms if self.num_sms is None else min(self.num_sms, self.arch.num_sms)
+        return plan_launch(self.gemm(operands), num_sms=num_sms, mk_alignment=self.alignment, pdl=self.pdl)
+
+    def results(self, operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """d over operands of these shapes."""
+        gemm = self.gemm(operands)
+        shape = (gemm.groups, gemm.m, gemm.n) if gemm.layout == "masked" else (gemm.m, gemm.n)
+        return (jax.ShapeDtypeStruct(shape, jnp.float32 if self.d == "f32" else jnp.bfloat16),)
+
     @property
-    def factors(self) -> tuple[str, ...]:
-        """A letter per dimension of each operand, then of the result; equal letters are one factor."""
-        a = {"masked": "g m k"}.get(self.layout, "m k")
-        b = (
-            ("n k" if self.b_major == "K" else "k n")
-            if self.layout == "dense"
-            else f"g {'n k' if self.b_major == 'K' else 'k n'}"
-        )
-        b = b.replace("k", "h") if self.b == "e2m1" and self.a != "e2m1" else b
-        scales_a = "g s p" if self.layout == "masked" else "s p"
-        scales_b = "u v" if self.layout == "dense" else "g u v"
-        operands = (a, scales_a, b, scales_b) if self.scaled else (a, b)
-        groups = {"dense": (), "contiguous": ("m",)}.get(self.layout, ("g",))
-        return (*operands, *groups, {"masked": "g m n"}.get(self.layout, "m n"))
+    def factors(self) -> Factors:
+        """``h`` is k in bytes of two values; ``s``, ``p``, ``u`` and ``v`` are extents of scales."""
+        masked, g = self.layout == "masked", "" if self.layout == "dense" else "g "
+        k = "h" if self.b != self.a else "k"
+        a, scales_a, d = ("g m k", "g s p", "g m n") if masked else ("m k", "s p", "m n")
+        b = g + (f"n {k}" if self.b_major == "K" else f"{k} n")
+        operands = (a, scales_a, b, f"{g}u v") if self.scaled else (a, b)
+        group = {"dense": (), "contiguous": ("m",)}.get(self.layout, ("g",))
+        return (*operands, *group), (d,)
 
     @property
     def divisible(self) -> str:
-        """Factors along which the GEMM is a set of independent ones."""
+        """Experts of masked rows, and what no scale array is indexed by."""
         if self.layout == "masked":
             return "g" if self.scaled else "gn"
         return "mn" if self.layout == "dense" and not self.scaled else ""
 
 
-def call_gemm(call: GemmCall, operands: Sequence[Array]) -> Array:
-    """Runs a GEMM inside a traced program; see :mod:`jaxmoe.cuda.deepgemm.specs` for operands and result.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrenormCall:
+    """The hyper-connection GEMM of :mod:`jaxmoe.cuda.deepgemm.prenorm`, unsplit; see :class:`Call`."""
 
-    The kernel is compiled now unless the cubin cache has it. ``vmap`` runs the GEMMs one after another.
+    arch: Arch
+    layout = "prenorm"
+    factors = ("m k", "n k"), ("m n", "m")
+    divisible = "m"
+
+    def plan(self, operands: Sequence[Any]) -> Planned | None:
+        """Source and launch over x [m, k] and weight [n, k]; see :func:`plan_prenorm`, also for the errors."""
+        (m, k), n = operands[0].shape, operands[1].shape[0]
+        return plan_prenorm(Prenorm(arch=GEMM_ARCH[self.arch.family], m=m, n=n, k=k))
+
+    def results(self, operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The product and the squared norms."""
+        m, n = operands[0].shape[0], operands[1].shape[0]
+        return jax.ShapeDtypeStruct((m, n), jnp.float32), jax.ShapeDtypeStruct((m,), jnp.float32)
+
+
+def call_kernel(call: Call, operands: Sequence[Array]) -> tuple[Array, ...]:
+    """Runs a kernel inside a traced program; see :mod:`jaxmoe.cuda.deepgemm.specs` for the GEMMs' operands.
+
+    It is compiled now unless the cubin cache has it. ``vmap`` runs the GEMMs one after another.
 
     Raises:
       ShapeError, BackendUnavailable: from the planner.
@@ -118,52 +176,44 @@ def call_gemm(call: GemmCall, operands: Sequence[Array]) -> Array:
 
 
 @functools.cache
-def _batched(call: GemmCall) -> Any:
+def _batched(call: Call) -> Any:
     return sequential_vmap(functools.partial(_partitioned, call))
 
 
 @functools.partial(custom_partitioning, static_argnums=(0,))
-def _partitioned(call: GemmCall, *operands: Array) -> Array:
+def _partitioned(call: Call, *operands: Array) -> tuple[Array, ...]:
     return _run(call, *operands)
 
 
-def _run(call: GemmCall, *operands: Array) -> Array:
-    gemm = call.gemm(operands)
-    shape = (gemm.groups, gemm.m, gemm.n) if gemm.layout == "masked" else (gemm.m, gemm.n)
-    result = jax.ShapeDtypeStruct(shape, jnp.float32 if call.d == "f32" else jnp.bfloat16)
-    num_sms = min(call.num_sms or call.arch.num_sms, call.arch.num_sms)
-    planned = plan_launch(gemm, num_sms=num_sms, mk_alignment=call.alignment, pdl=call.pdl)
+def _run(call: Call, *operands: Array) -> tuple[Array, ...]:
+    results, planned = call.results(operands), call.plan(operands)
     if planned is None:
-        return jnp.zeros(result.shape, result.dtype)
-    (out,) = run_kernel(planned, operands, [result])
-    return out
+        return tuple(jnp.zeros(result.shape, result.dtype) for result in results)
+    return run_kernel(planned, operands, results)
 
 
-def _rule(call: GemmCall, mesh: Any, arguments: Any, results: Any) -> str:
+def _rule(call: Call, mesh: Any, arguments: Any, results: Any) -> str:
     del mesh, arguments, results
-    return f"{', '.join(call.factors[:-1])} -> {call.factors[-1]}"
+    return " -> ".join(map(", ".join, call.factors))
 
 
-def _partition(call: GemmCall, mesh: Any, arguments: Any, result: Any) -> Any:
-    del result
+def _partition(call: Call, mesh: Any, arguments: Any, results: Any) -> Any:
+    del results
     axes: dict[str, Any] = {}
-    for factors, argument in zip(call.factors[:-1], arguments, strict=True):
-        spec = tuple(argument.sharding.spec)
-        for factor, axis in zip(factors.split(), spec + (None,) * (len(argument.shape) - len(spec)), strict=True):
-            if axis is None:
-                continue
-            if factor not in call.divisible or axes.setdefault(factor, axis) != axis:
+    for factors, argument in zip(call.factors[0], arguments, strict=True):
+        for factor, axis in zip(factors.split(), argument.sharding.spec, strict=False):
+            if axis is not None and (factor not in call.divisible or axes.setdefault(factor, axis) != axis):
                 raise ValueError(
-                    f"a {call.layout} GEMM has an operand {list(argument.shape)} sharded over mesh axis {axis!r} along its "
-                    f"dimension '{factor}' ({factors}), along which it cannot be cut; call it inside jax.shard_map, "
+                    f"a {call.layout} GEMM has an operand {list(argument.shape)} sharded over mesh axis {axis!r} along "
+                    f"dimension {factor!r} of ({factors}), along which it cannot be cut; call it inside jax.shard_map, "
                     "where each device sees its own rows and experts, or replicate the operand"
                 )
 
     def sharding(factors: str) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*(axes.get(factor) for factor in factors.split())))
 
-    *operands, out = map(sharding, call.factors)
-    return mesh, functools.partial(_run, call), out, tuple(operands)
+    operands, outs = (tuple(map(sharding, factors)) for factors in call.factors)
+    return mesh, functools.partial(_run, call), outs, operands
 
 
 _partitioned.def_partition(_partition, sharding_rule=_rule)

@@ -10,14 +10,29 @@ import jax.numpy as jnp
 
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.ops.backend import run_or_reference
-from jaxmoe.ops.dense_gemm import deepgemm, reference
+from jaxmoe.ops.dense_gemm import reference
 from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 
 Array = jax.Array
 
-BACKENDS: dict[str, Callable[..., Array]] = {"deepgemm": deepgemm.dense_gemm, "reference": reference.dense_gemm}
+
+def _deepgemm(name: str) -> Callable[..., Any]:
+    """The kernel backend's function, imported at its first use."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        from jaxmoe.ops.dense_gemm import deepgemm
+
+        return getattr(deepgemm, name)(*args, **options)
+
+    return run
+
+
+BACKENDS: dict[str, Callable[..., Array]] = {
+    "deepgemm": _deepgemm("dense_gemm"),
+    "reference": reference.dense_gemm,
+}
 PRENORM_BACKENDS: dict[str, Callable[..., tuple[Array, Array]]] = {
-    "deepgemm": deepgemm.prenorm_gemm,
+    "deepgemm": _deepgemm("prenorm_gemm"),
     "reference": reference.prenorm_gemm,
 }
 
@@ -37,8 +52,8 @@ def dense_gemm(
       x: [M, K], bf16 or f32; or quantised as ``weight.format.activation`` says.
       weight: one matrix, as a stack of one.
       out_dtype: bfloat16 or float32; default the rows' dtype, bfloat16 for quantised rows.
-      num_sms: even number of SMs a kernel may use, None for all.
-      pdl: launch kernels with programmatic stream serialisation.
+      num_sms: even number of SMs that a kernel uses at most, None for all; a hint that never changes a result.
+      pdl: launch kernels with programmatic stream serialisation; a hint as well.
       backend: see :func:`jaxmoe.ops.backend.run`. On a GPU ``auto`` warns before it falls back to ``reference``.
 
     Returns:
@@ -48,18 +63,24 @@ def dense_gemm(
       ShapeError, FormatError: sizes or dtypes do not fit.
       NotImplementedError: the named backend cannot do this case.
     """
-    values = x.values if isinstance(x, QuantizedRows) else x
+    quantized = isinstance(x, QuantizedRows)
+    values = x.values if quantized else x
     if weight.num_experts != 1:
         raise ShapeError(f"dense_gemm takes one matrix, got a stack of {weight.num_experts}; use grouped_gemm")
-    widths = {weight.k_padded} if isinstance(x, QuantizedRows) else {weight.k, weight.k_padded}
+    widths = sorted({weight.k_padded} if quantized else {weight.k, weight.k_padded})
     if values.ndim != 2 or values.shape[1] not in widths:
-        raise ShapeError(f"rows have shape {list(values.shape)}; they must be [M, {' or '.join(map(str, sorted(widths)))}]")
-    if isinstance(x, QuantizedRows) and x.quant != weight.format.activation:
-        raise FormatError(f"rows quantised as {x.quant} do not go with {weight.format.name} weights, which take {weight.format.activation}")
-    if not isinstance(x, QuantizedRows) and x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ShapeError(f"x is {list(values.shape)}; it must be [M, K] with K = {' or '.join(map(str, widths))}")
+    if quantized and x.quant != weight.format.activation:
+        raise FormatError(
+            f"rows quantised as {x.quant} do not go with {weight.format.name} weights; quantise them as "
+            f"{weight.format.activation}"
+        )
+    if not quantized and x.dtype not in (jnp.bfloat16, jnp.float32):
         raise FormatError(f"unquantised rows are {x.dtype}; they must be bfloat16 or float32")
     if out_dtype is None:
-        out_dtype = jnp.bfloat16 if isinstance(x, QuantizedRows) else values.dtype
+        out_dtype = jnp.bfloat16 if quantized else values.dtype
+    if out_dtype not in (jnp.bfloat16, jnp.float32):
+        raise FormatError(f"out_dtype is {jnp.dtype(out_dtype)}; it must be bfloat16 or float32")
     options = {"out_dtype": jnp.dtype(out_dtype), "num_sms": num_sms, "pdl": pdl}
     return run_or_reference("dense_gemm", BACKENDS, backend, x, weight, **options)
 

@@ -7,23 +7,29 @@ gradient is the plain JAX loop over experts, because no correct kernel for it is
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxmoe.config import Layout
 from jaxmoe.cuda import target
 from jaxmoe.cuda.arch import Arch
-from jaxmoe.cuda.deepgemm.call import GemmCall, call_gemm
+from jaxmoe.cuda.deepgemm import theoretical_mk_alignment
+from jaxmoe.cuda.deepgemm.call import GEMM_ARCH, GemmCall, call_kernel
+from jaxmoe.cuda.deepgemm.gemm import Dtype
+from jaxmoe.cuda.deepgemm.gemm import Layout as GemmLayout
 from jaxmoe.errors import BackendUnavailable
 from jaxmoe.ops.grouped_gemm import reference
+from jaxmoe.ops.grouped_gemm.constants import undifferentiable
 from jaxmoe.ops.rows import GroupedRows
 from jaxmoe.quant.formats import WeightFormat
 from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 
 Array = jax.Array
+
+ALIGNMENT = 128
+"""BLOCK_M of the psum and contiguous kernels, and a multiple of the others'."""
 
 # Formats by kernel family; the rest are converted when a checkpoint is loaded.
 _FORMATS = {"sm90": ("BF16", "FP8Block"), "sm100": ("BF16", "FP8BlockUE8M0", "MXFP8", "MXFP4")}
@@ -39,100 +45,148 @@ def grouped_gemm(
     num_sms: int | None = None,
     pdl: bool = False,
 ) -> Array:
-    """See :func:`jaxmoe.ops.grouped_gemm.grouped_gemm`. Rows of no expert come out undefined."""
-    arch = target.current()
-    _check(rows, weight, arch, out_dtype)
-    call = gemm_call(
-        weight.format, rows.layout, arch, alignment=rows.alignment, expected_m=expected_m, num_sms=num_sms, pdl=pdl
-    )
-    if isinstance(rows.rows, QuantizedRows):
-        assert weight.scales is not None
-        y = call_gemm(call, (rows.rows.values, rows.rows.scales, weight.values, weight.scales, rows.group))
-    else:
-        y = _bf16(call, rows.rows, weight.values, rows.group)
-    return y if bias is None else _add_bias(y, bias, rows)
+    """See :func:`jaxmoe.ops.grouped_gemm.grouped_gemm`. Rows of no expert come out undefined.
 
-
-def gemm_call(
-    fmt: WeightFormat,
-    layout: Any,
-    arch: Arch,
-    *,
-    alignment: int = 128,
-    expected_m: int | None = None,
-    num_sms: int | None = None,
-    pdl: bool = False,
-    d: Any = "bf16",
-) -> GemmCall:
-    """The static part of a GEMM with weights of format ``fmt``.
-
-    Raises:
-      BackendUnavailable: ``arch`` has no kernel for the format.
+    The bias is added to the rounded product and rounded again.
     """
-    if fmt.name not in _FORMATS[arch.family]:
-        raise BackendUnavailable(
-            f"{arch.name} has no DeepGEMM kernel for {fmt.name} weights, only for {', '.join(_FORMATS[arch.family])}; "
-            f"convert them at load: load_moe(..., weights=jaxmoe.{'FP8Block' if arch.family == 'sm90' else 'FP8BlockUE8M0'})"
-        )
-    quant = fmt.activation
-    return GemmCall(
-        arch=arch,
-        layout=layout,
-        a="bf16" if quant is None else "e4m3",
-        b="bf16" if quant is None else "e2m1" if fmt.bits == 4 else "e4m3",
-        d=d,
-        gran_a=128 if quant is None else quant.block,
-        gran_b=max(fmt.block_k, 32) if quant is not None else 128,
-        expected_m=(expected_m or 0) if layout in ("psum", "masked") else 0,
-        alignment=alignment,
-        num_sms=num_sms,
-        pdl=pdl,
-    )
-
-
-def _check(rows: GroupedRows, weight: GroupedWeight, arch: Arch, out_dtype: Any) -> None:
+    arch = target.current()
     if out_dtype != jnp.bfloat16:
         raise BackendUnavailable(
             f"grouped DeepGEMM kernels give bfloat16, not {out_dtype}; use bf16 rows or backend='reference'"
         )
+    call = gemm_call(
+        weight.format, rows.layout, arch, alignment=rows.alignment, expected_m=expected_m, num_sms=num_sms, pdl=pdl
+    )
+    check_operands(rows.rows, weight)
     if isinstance(rows.rows, QuantizedRows):
+        quantized, weight = undifferentiable(rows.rows), undifferentiable(weight)
+        assert weight.scales is not None
+        operands = (quantized.values, quantized.scales, weight.values, weight.scales, rows.group)
+        (y,) = call_kernel(call, operands)
+    else:
+        y = _bf16(call, rows.rows, weight.values, rows.group)
+    return y if bias is None else _biased((rows.layout, rows.alignment), y, bias, rows.group)
+
+
+def gemm_call(
+    fmt: WeightFormat,
+    layout: GemmLayout,
+    arch: Arch,
+    *,
+    alignment: int = ALIGNMENT,
+    expected_m: int | None = None,
+    num_sms: int | None = None,
+    pdl: bool = False,
+    d: Dtype = "bf16",
+) -> GemmCall:
+    """The static part of a GEMM with weights of format ``fmt``; ``expected_m`` counts for psum and masked only.
+
+    Raises:
+      BackendUnavailable: ``arch`` has no kernel for the format.
+    """
+    formats, quant = _FORMATS[arch.family], fmt.activation
+    if fmt.name not in formats:
+        raise BackendUnavailable(
+            f"{arch.name} has no DeepGEMM kernel for {fmt.name} weights, only for {', '.join(formats)}; convert them "
+            f"when they are loaded: load_moe(..., weights=jaxmoe.{formats[1]})"
+        )
+    common = {"arch": arch, "layout": layout, "d": d, "alignment": alignment, "num_sms": num_sms, "pdl": pdl}
+    if expected_m is not None and layout in ("psum", "masked"):
+        common["expected_m"] = expected_m
+    if quant is None:
+        return GemmCall(a="bf16", b="bf16", **common)
+    return GemmCall(a="e4m3", b="e2m1" if fmt.bits == 4 else "e4m3", gran_a=quant.block, gran_b=fmt.block_k, **common)
+
+
+def check_operands(rows: Array | QuantizedRows, weight: GroupedWeight) -> None:
+    """Refuses operands that agree with each other but that no kernel takes.
+
+    Raises:
+      BackendUnavailable: unquantised rows that are not bf16 × bf16.
+    """
+    if isinstance(rows, QuantizedRows):
         return
     if weight.format.quantized:
         raise BackendUnavailable(
-            f"unquantised rows with {weight.format.name} weights have no kernel; quantise the rows, or use backend='reference'"
+            f"unquantised rows with {weight.format.name} weights have no kernel; quantise the rows, or use "
+            "backend='reference'"
         )
-    for what, array in (("rows", rows.rows), ("weights", weight.values)):
+    for what, array in (("rows", rows), ("weights", weight.values)):
         if array.dtype != jnp.bfloat16:
             raise BackendUnavailable(
-                f"DeepGEMM takes bfloat16 {what}, got {array.dtype}; cast them, or use backend='reference'"
+                f"DeepGEMM takes bfloat16 {what}, not {array.dtype}; cast them, or use backend='reference'"
             )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _bf16(call: GemmCall, rows: Array, weight: Array, group: Array) -> Array:
-    return call_gemm(call, (rows, weight, group))
+def mk_alignment(arch: Arch | None = None, expected_m: int = 0, theoretical: bool = False) -> int:
+    """Rows that experts start at multiples of (psum, contiguous), and that a masked capacity is a multiple of.
+
+    Args:
+      arch: None takes the device's, or the named target's (:func:`jaxmoe.cuda.target.target`).
+      expected_m: real rows per expert, 0 if unknown; for ``theoretical``.
+      theoretical: the alignment that should waste the fewest rows, which nothing applies by itself: pass it as
+        ``alignment`` to ``group_tokens``, or as ``Execution.row_alignment``. Above 128 it is for psum and contiguous.
+
+    Returns:
+      128; or the theoretical one: 128 on Hopper, 32 to 224 on Blackwell.
+
+    Raises:
+      BackendUnavailable: ``arch`` is None and there is no GPU with kernels.
+    """
+    arch = target.current() if arch is None else arch
+    return theoretical_mk_alignment(GEMM_ARCH[arch.family], expected_m) if theoretical else ALIGNMENT
+
+
+def _product(call: GemmCall, rows: Array, weight: Array, group: Array) -> Array:
+    (y,) = call_kernel(call, (rows, weight, group))
+    return y
+
+
+_bf16 = jax.custom_vjp(_product, nondiff_argnums=(0,))
 
 
 def _bf16_fwd(call: GemmCall, rows: Array, weight: Array, group: Array) -> tuple[Array, Any]:
-    return _bf16(call, rows, weight, group), (rows, weight, group)
+    y = _bf16(call, rows, weight, group)
+    input_gradient(call).plan((y, weight, group))  # refuses here, where another backend can still take the case
+    return y, (rows, weight, group)
 
 
-def _bf16_bwd(call: GemmCall, saved: Any, dy: Array) -> tuple[Array, Array, Any]:
+def _bf16_bwd(call: GemmCall, saved: Any, dy: Array) -> tuple[Array, Array, None]:
     rows, weight, group = saved
+    assert call.layout != "dense"
     grouping = GroupedRows(dy, group, call.layout, call.alignment)
     # Rows of no expert hold anything, in dy as well: they are selected away before a sum or a tile can see them.
     valid = (reference.row_labels(grouping, weight.shape[0]) >= 0).reshape(*dy.shape[:-1], 1)
     zero = jnp.zeros((), jnp.bfloat16)
     dy = jnp.where(valid, dy, zero)
-    d_rows = call_gemm(dataclasses.replace(call, b_major="MN"), (dy, weight, group))
+    (d_rows,) = call_kernel(input_gradient(call), (dy, weight, group))
     d_weight = reference.weight_gradient(grouping.with_rows(rows), dy, weight)
-    return jnp.where(valid, d_rows, zero), d_weight, np.zeros(group.shape, jax.dtypes.float0)
+    return jnp.where(valid, d_rows, zero), d_weight, None
 
 
 _bf16.defvjp(_bf16_fwd, _bf16_bwd)
 
 
-def _add_bias(y: Array, bias: Array, rows: GroupedRows) -> Array:
-    """Adds each row's expert's bias in f32 and rounds again; rows of no expert stay undefined."""
-    labels = reference.row_labels(rows, bias.shape[0]).reshape(y.shape[:-1])
+def input_gradient(call: GemmCall) -> GemmCall:
+    """The GEMM dL/dy × weight, which reads the same weights the other way."""
+    return dataclasses.replace(call, d="bf16", b_major="MN")
+
+
+def _add_bias(grouping: tuple[Layout, int], y: Array, bias: Array, group: Array) -> Array:
+    labels = reference.row_labels(GroupedRows(y, group, *grouping), bias.shape[0]).reshape(y.shape[:-1])
     return (y.astype(jnp.float32) + bias[jnp.maximum(labels, 0)]).astype(y.dtype)
+
+
+_biased = jax.custom_vjp(_add_bias, nondiff_argnums=(0,))
+
+
+def _biased_fwd(grouping: tuple[Layout, int], y: Array, bias: Array, group: Array) -> tuple[Array, Any]:
+    return _biased(grouping, y, bias, group), (bias, group)
+
+
+def _biased_bwd(grouping: tuple[Layout, int], saved: Any, dy: Array) -> tuple[Array, Array, None]:
+    bias, group = saved
+    return dy, reference.bias_gradient(GroupedRows(dy, group, *grouping), bias.shape[0]), None
+
+
+_biased.defvjp(_biased_fwd, _biased_bwd)
