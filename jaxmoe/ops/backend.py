@@ -41,7 +41,9 @@ def run(op: str, backends: Mapping[str, Callable[..., Any]], backend: Backend, *
     raise ExceptionGroup(f"no backend of {op} accepts this case", refusals)
 
 
-def run_or_reference(op: str, backends: Mapping[str, Callable[..., Any]], backend: Backend, *args: Any, **kwargs: Any) -> Any:
+def run_or_reference(
+    op: str, backends: Mapping[str, Callable[..., Any]], backend: Backend, *args: Any, **kwargs: Any
+) -> Any:
     """Like :func:`run`, for an op whose ``reference`` is far slower: on a GPU ``auto`` warns once before it falls back."""
     if backend != "auto":
         return run(op, backends, backend, *args, **kwargs)
