@@ -35,6 +35,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 ERROR_BYTES = 4096
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of GPUs run where there are enough of them."""
+    need = max([mark.args[0] for mark in item.iter_markers("multigpu")], default=0)
+    need = need or int(item.get_closest_marker("gpu") is not None)
+    have = jax.device_count() if jax.default_backend() == "gpu" else 0
+    if have < need:
+        pytest.skip(f"needs {need} CUDA GPUs, this machine has {have}")
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Numbers that depend on the test's name only."""

@@ -12,9 +12,17 @@ from jaxmoe.cuda import ffi
 from jaxmoe.cuda.launch import Buffer, Integer, LaunchSpec, Pointer, TensorMap
 from jaxmoe.errors import FormatError, ShapeError
 
+CPUS = jax.devices("cpu")
 BYTES = 1024
 ARGUMENT, RESULT = Buffer("argument", 0), Buffer("result", 0)
 SHAPE = jax.ShapeDtypeStruct((BYTES // 4,), jnp.int32)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    """The recording driver stands behind the CPU platform, also where there is a GPU."""
+    with jax.default_device(CPUS[0]):
+        yield
 
 
 def spec_of(key: str, name: str = "fill", **kwargs) -> LaunchSpec:
@@ -95,7 +103,7 @@ def test_scan(standin):
 
 def test_shard_map_with_a_replicated_argument(standin):
     spec = fill(standin, 2)
-    mesh = Mesh(np.array(jax.devices()[:2]), "d")
+    mesh = Mesh(np.array(CPUS[:2]), "d")
 
     def local(x, shared):
         (y,) = ffi.launch([spec], [x, shared], [SHAPE], name="jaxmoe_test_mixed")
@@ -110,7 +118,7 @@ def test_shard_map_with_a_replicated_argument(standin):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_launches_once_per_device(standin, check_vma):
     spec = fill(standin, 6)
-    mesh = Mesh(np.array(jax.devices()[:4]), "d")
+    mesh = Mesh(np.array(CPUS[:4]), "d")
 
     def local(x):
         (y,) = ffi.launch([spec], [x], [SHAPE], name="jaxmoe_test_shard")
