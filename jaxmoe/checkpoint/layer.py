@@ -71,6 +71,9 @@ class FoundLayer:
             shape = (families.size(self.config, "vocab_size"), router.top_k)
             self.tid2eid = block.array([names.tid2eid], "the hash layer's table", ("I64", "I32"), shape)
         self.experts = find_experts(block, self.family, e, h, i, fp8_block)
+        declared, stored = self.config.get("expert_dtype"), {4: "fp4", 8: "fp8", 16: "bf16"}[self.experts.format.bits]
+        if declared is not None and declared != stored:
+            raise CheckpointError(f"config.json: expert_dtype is {declared!r}, but {self.name}'s experts are {stored}")
         if self.family.expert_bias:
             self.gate_up_bias = block.array(["experts.gate_up_proj_bias"], "gate and up's bias", FLOATS, (e, 2 * i))
             self.down_bias = block.array(["experts.down_proj_bias"], "down's bias", FLOATS, (e, h))

@@ -24,6 +24,7 @@ from jaxmoe.quant.tensors import GroupedWeight
 from jaxmoe.quant.weights import from_canonical
 
 Array = jax.Array
+_Triple = tuple[GroupedWeight, GroupedWeight, GroupedWeight]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +101,16 @@ def load_moe(
     matrices = 3 * (len(experts) + (0 if found.shared is None else max(slots, 1)))
     with tqdm(total=matrices, desc=found.name, unit="matrix", disable=not progress) as bar:
 
-        def read(source: Projections, ids: range, part: _Cut, target: WeightFormat) -> list[GroupedWeight]:
+        def read(source: Projections, ids: range, part: _Cut, target: WeightFormat) -> _Triple:
+            def one(stack: Stack, n: _Cut, k: _Cut) -> GroupedWeight:
+                return convert(_read(stack, n, k, ids, bar.update), target, allow_lossy=allow_lossy)
+
             h = _Cut(0, found.hidden, 0, found.hidden)
-            places = ((source.gate, part, h), (source.up, part, h), (source.down, h, part))
-            return [convert(_read(*place, ids, bar.update), target, allow_lossy=allow_lossy) for place in places]
+            return one(source.gate, part, h), one(source.up, part, h), one(source.down, h, part)
 
         stacks = [read(found.experts, experts, cut, fmt)]
         if found.shared is not None:
-            gate = None if found.shared_gate is None else _f32(found.shared_gate)
+            vector = None if found.shared_gate is None else _f32(found.shared_gate)
             for slot in range(slots):
                 part = _cut("intermediate", found.intermediate, tp, grid, first=slot * found.intermediate)
                 if part.width != cut.width:
@@ -122,9 +125,10 @@ def load_moe(
                 shared_cut = _cut("shared intermediate", found.shared_width, tp, found.shared.gate.grid)
                 shared_width = shared_cut.width
                 own = expert_weights(*read(found.shared, range(1), shared_cut, shared_fmt))
-            shared = SharedParams(own, gate)
-    gate_up_down = [stack_experts(parts) for parts in zip(*stacks, strict=True)]
-    params = MoEParams(_router(found), expert_weights(*gate_up_down, **_biases(found, experts, cut, rank)), shared)
+            shared = SharedParams(own, vector)
+    gate, up, down = stacks[0] if not slots else (stack_experts(parts) for parts in zip(*stacks, strict=True))
+    routed = expert_weights(gate, up, down, **_biases(found, experts, cut, rank))
+    params = MoEParams(_router(found), routed, shared)
     return LoadedMoE(found.moe_config(fmt, shared_fmt, cut.width, shared_width, bool(slots)), params)
 
 

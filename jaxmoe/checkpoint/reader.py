@@ -111,11 +111,10 @@ class _File:
     def _check_entry(self, name: str, entry: Any) -> None:
         try:
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
-        except (KeyError, TypeError, ValueError):
-            sound = False
-        if not sound:
-            raise CheckpointError(f"{self.path}: malformed header entry for {name!r}: {entry!r}")
+            if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+                raise ValueError
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"{self.path}: malformed header entry for {name!r}: {entry!r}") from e
         if dtype in _DTYPES and end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
             raise CheckpointError(
                 f"{self.path}: {name!r} is {dtype} {shape}, which takes {math.prod(shape) * _DTYPES[dtype].itemsize} "

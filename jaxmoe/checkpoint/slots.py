@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,7 @@ _FP8_FORMATS = {
     ((128, 128), "F32"): FP8Block,
     ((128, 128), "BF16"): FP8Block,
     ((128, 128), "F8_E8M0"): FP8BlockUE8M0,
+    ((128, 128), "U8"): FP8BlockUE8M0,
     ((1, 32), "F8_E8M0"): MXFP8,
     ((1, 32), "U8"): MXFP8,
 }
@@ -167,6 +168,15 @@ class Projections:
         return self.gate.format
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where one tensor may be: what it is, and the names that it and its scale may have."""
+
+    what: str
+    weights: Sequence[str]
+    scales: Sequence[str]
+
+
 class _Finder:
     """Claims the tensors of projections; the first one's format is then expected of all others."""
 
@@ -175,30 +185,37 @@ class _Finder:
         self._kind: tuple[WeightFormat, bool, str] | None = None
 
     def stack(
-        self, weight_of: Callable[[int], Sequence[str]], scale_of: Callable[[int], Sequence[str]], count: int,
-        what: Callable[[int], str], n: int, k: int, *, experts: int | None = None, transposed: bool = False,
-    ) -> Stack:  # fmt: skip
-        """Claims and checks ``count`` matrices [n, k]; with ``experts``, one stack of that many."""
-        weights = tuple(self._block.claim(*weight_of(i), what=f"the {what(i)} weight") for i in range(count))
+        self, places: Sequence[_Place], n: int, k: int, *, experts: int | None = None, transposed: bool = False
+    ) -> Stack:
+        """Claims and checks a matrix [n, k] per place; with ``experts``, one stack of that many."""
+        weights = tuple(self._block.claim(*place.weights, what=f"{place.what} weight") for place in places)
         quantized = self._block.reader.info(weights[0]).dtype in (*_FP8, *_FP4)
         scales: tuple[str, ...] = ()
         if quantized:
             scales = tuple(
-                self._block.claim(*scale_of(i), what=f"the scale of the {what(i)} weight {weights[i]}")
-                for i in range(count)
+                self._block.claim(*place.scales, what=f"the scale of {place.what} weight {name}")
+                for place, name in zip(places, weights, strict=True)
             )
-        if self._kind is None:
-            self._kind = self._detect(weights[0], scales[0] if scales else None)
-        fmt, per_tensor, dtype = self._kind
         lead = () if experts is None else (experts,)
+        if self._kind is None:
+            self._kind = self._detect(weights[0], scales[0] if scales else None, lead)
+        fmt, per_tensor, dtype = self._kind
         for name in weights:
             self._block.check(name, (dtype,), *self._shapes(fmt, lead, n, k, transposed and not quantized))
         for name in scales:
             self._check_scale(name, fmt, per_tensor, lead, n, k)
         return Stack(
-            self._block.reader, weights, scales, experts is not None, fmt, n, k, n,
-            transposed=transposed and not quantized, per_tensor=per_tensor,
-        )  # fmt: skip
+            reader=self._block.reader,
+            weights=weights,
+            scales=scales,
+            stacked=experts is not None,
+            format=fmt,
+            n=n,
+            k=k,
+            rows=n,
+            transposed=transposed and not quantized,
+            per_tensor=per_tensor,
+        )
 
     @staticmethod
     def _shapes(fmt: WeightFormat, lead: tuple[int, ...], n: int, k: int, transposed: bool) -> list[tuple[int, ...]]:
@@ -207,7 +224,12 @@ class _Finder:
             return [flat, (*lead, n, k // 32, 16)] if k % 32 == 0 else [flat]
         return [(*lead, k, n) if transposed else (*lead, n, k)]
 
-    def _detect(self, weight: str, scale: str | None) -> tuple[WeightFormat, bool, str]:
+    @staticmethod
+    def _per_tensor_shapes(lead: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return list(dict.fromkeys([lead, (*lead, 1), (*lead, 1, 1), (), (1,)]))
+
+    def _detect(self, weight: str, scale: str | None, lead: tuple[int, ...]) -> tuple[WeightFormat, bool, str]:
+        """Format, whether scales are per tensor, and the dtype of the values."""
         dtype = self._block.check(weight, (*FLOATS, *_FP8, *_FP4)).dtype
         if scale is None:
             return BF16, False, dtype
@@ -215,7 +237,7 @@ class _Finder:
             return MXFP4, False, dtype
         info, block = self._block.reader.info(scale), self._fp8_block
         if block is None:
-            if math.prod(info.shape) > 1 and len(info.shape) > 1 and math.prod(info.shape[1:]) > 1:
+            if info.shape not in self._per_tensor_shapes(lead):
                 raise CheckpointError(
                     f"{self._block.reader.path}: {scale} is {info}, but config.json has no weight_block_size to say "
                     "what one scale covers (it is never guessed from shapes)"
@@ -232,12 +254,10 @@ class _Finder:
     def _check_scale(
         self, name: str, fmt: WeightFormat, per_tensor: bool, lead: tuple[int, ...], n: int, k: int
     ) -> None:
+        shapes = [(*lead, math.ceil(n / fmt.block_n), math.ceil(k / fmt.block_k))]
         if per_tensor:
-            shapes = [(*lead, *one) for one in ((), (1,), (1, 1))] + [(), (1,)]
-            self._block.check(name, ("F32", "BF16"), *dict.fromkeys(shapes))
-        else:
-            shape = (*lead, math.ceil(n / fmt.block_n), math.ceil(k / fmt.block_k))
-            self._block.check(name, _E8M0 if fmt.scale == "ue8m0" else ("F32", "BF16"), shape)
+            shapes = self._per_tensor_shapes(lead)
+        self._block.check(name, _E8M0 if fmt.scale == "ue8m0" else ("F32", "BF16"), *shapes)
 
 
 def find_experts(
@@ -255,15 +275,13 @@ def find_experts(
         )
     finder = _Finder(block, fp8_block)
     if stacked is None:
-        return _separate(finder, block.names, "experts.{}", experts, hidden, intermediate)
+        owners = {f"experts.{e}": f"expert {e}" for e in range(experts)}
+        return _separate(finder, block.names, owners, hidden, intermediate)
 
     def fused(part: str, n: int, k: int) -> Stack:
-        names = [f"experts.{part}", f"experts.{part}_blocks"]
-        scales = [f"experts.{part}_{s}" for s in _STACKED_SCALES]
-        what = f"experts' {part}"
-        return finder.stack(
-            lambda _: names, lambda _: scales, 1, lambda _: what, n, k, experts=experts, transposed=family.interleaved
-        )
+        name = f"experts.{part}"
+        place = _Place(f"the {name}", [name, f"{name}_blocks"], [f"{name}_{s}" for s in _STACKED_SCALES])
+        return finder.stack([place], n, k, experts=experts, transposed=family.interleaved)
 
     gate_up, down = fused("gate_up_proj", 2 * intermediate, hidden), fused("down_proj", hidden, intermediate)
     first, step = (1, 2) if family.interleaved else (intermediate, 1)
@@ -278,13 +296,15 @@ def find_experts(
     return Projections(gate, dataclasses.replace(gate, first=first), down)
 
 
-def _separate(finder: _Finder, names: Names, place: str, experts: int, hidden: int, intermediate: int) -> Projections:
+def _separate(finder: _Finder, names: Names, owners: Mapping[str, str], hidden: int, intermediate: int) -> Projections:
+    """Projections whose experts are tensors of their own; ``owners`` says what is under which name."""
+
     def stack(part: str, n: int, k: int) -> Stack:
-        path = f"{place}.{part}"
-        return finder.stack(
-            lambda e: [f"{path.format(e)}.weight"], lambda e: [f"{path.format(e)}.{s}" for s in _SCALES], experts,
-            lambda e: f"expert {e}'s {part}" if "{" in place else f"shared expert's {part}", n, k,
-        )  # fmt: skip
+        places = [
+            _Place(f"{what}'s {part}", [f"{path}.{part}.weight"], [f"{path}.{part}.{s}" for s in _SCALES])
+            for path, what in owners.items()
+        ]
+        return finder.stack(places, n, k)
 
     gate, up = (stack(part, intermediate, hidden) for part in (names.gate, names.up))
     return Projections(gate, up, stack(names.down, hidden, intermediate))
@@ -292,4 +312,5 @@ def _separate(finder: _Finder, names: Names, place: str, experts: int, hidden: i
 
 def find_shared(block: Block, hidden: int, intermediate: int, fp8_block: tuple[int, int] | None) -> Projections:
     """The shared experts' projections: one MLP of their total width."""
-    return _separate(_Finder(block, fp8_block), block.names, block.names.shared, 1, hidden, intermediate)
+    owners = {block.names.shared: "the shared expert"}
+    return _separate(_Finder(block, fp8_block), block.names, owners, hidden, intermediate)

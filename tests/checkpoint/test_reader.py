@@ -67,7 +67,9 @@ def test_shards_open_only_when_asked(tmp_path):
         reader.info("y")
 
 
-@pytest.mark.parametrize("file", ["../x.safetensors", "/x.safetensors", "d/x.safetensors", "..", "x.bin", "d\\x.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["../x.safetensors", "/x.safetensors", "d/x.safetensors", "..", "x.bin", "d\\x.safetensors"]
+)
 def test_index_cannot_leave_the_directory(tmp_path, file):
     sharded(tmp_path, {"x": file})
     with pytest.raises(CheckpointError, match="same directory"):
@@ -79,7 +81,7 @@ def test_index_and_shards_must_agree(tmp_path):
     with pytest.raises(CheckpointError, match="lacks 'z'"):
         CheckpointReader(tmp_path).info("z")
     sharded(tmp_path, {"x": "s1.safetensors"}, s1={"x": np.arange(3), "stray": np.arange(3)})
-    with pytest.raises(CheckpointError, match="holds 'stray'.*does not list"):
+    with pytest.raises(CheckpointError, match=r"holds 'stray'.*does not list"):
         CheckpointReader(tmp_path).info("x")
     two = {"x": "s1.safetensors", "y": "s2.safetensors"}
     sharded(tmp_path, two, s1={"x": np.arange(3), "y": np.arange(3)}, s2={"y": np.arange(3)})
