@@ -52,8 +52,8 @@ class Block:
         self._all = {name.removeprefix(self.prefix) for name in reader.under(self.prefix)}
         self._unclaimed = set(self._all)
 
-    def any(self, pattern: str) -> str | None:
-        """Some name (in full) whose end matches the pattern from the block's prefix on, or None."""
+    def find(self, pattern: str) -> str | None:
+        """The full name of some tensor whose name within the block starts with the pattern, or None."""
         match = min((name for name in self._all if re.match(pattern, name)), default=None)
         return None if match is None else self.prefix + match
 
@@ -268,7 +268,7 @@ def find_experts(
     Raises:
       CheckpointError: a slot without a tensor, with two, or with one of another dtype or shape.
     """
-    single, stacked = block.any(r"experts\.\d+\."), block.any(r"experts\.(gate_up|down)_proj")
+    single, stacked = block.find(r"experts\.\d+\."), block.find(r"experts\.(gate_up|down)_proj")
     if single and stacked:
         raise CheckpointError(
             f"{block.reader.path}: experts are there twice, one by one ({single}) and stacked ({stacked})"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxmoe import BF16, MXFP4, MXFP8
 from jaxmoe.checkpoint import load_config, load_moe, moe_layers
@@ -44,12 +47,26 @@ def refused(write, message, config=None, change=None, **options):
         load_moe(path, 0, progress=False, **options)
 
 
-def test_the_base_itself_loads(write_checkpoint):
+def test_the_base_itself_loads(write_checkpoint, capsys):
     path = write_checkpoint(
         CONFIG, tensors() | {"model.layers.0.self_attn.q.weight": np.ones(1), "lm_head": np.ones(1)}
     )
     assert load_moe(path, 0).config == load_config(path, 0)
     assert moe_layers(path) == [0]
+    bar = capsys.readouterr().err
+    assert "model.layers.0.mlp: 100%" in bar and "12/12" in bar
+
+
+def test_a_layer_needs_its_own_shards_only(tmp_path):
+    first = tensors()
+    second = {k.replace("layers.0", "layers.1"): v for k, v in first.items()}
+    save_file(first, tmp_path / "one.safetensors")
+    weight_map = dict.fromkeys(first, "one.safetensors") | dict.fromkeys(second, "two.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2}))
+    load_moe(tmp_path, 0, progress=False)
+    with pytest.raises(CheckpointError, match=r"two\.safetensors: cannot be read"):
+        load_moe(tmp_path, 1, progress=False)
 
 
 @pytest.mark.parametrize(
