@@ -27,8 +27,8 @@ def sqrtsoftplus(x: Array) -> Array:
     exp(x), whose root is taken as exp(x/2): this stays normal for twice as long, and has no infinite slope at 0.
     """
     tail = x < _TAIL
-    power = jax.lax.optimization_barrier(_exp(jnp.where(tail, x * 0.5, -jnp.abs(x))))
-    softplus = jnp.maximum(x, 0.0) + jnp.log1p(power)
+    power = jax.lax.optimization_barrier(_exp(jnp.where(tail, x * 0.5, jnp.where(x > 0.0, -x, x))))
+    softplus = jnp.where(x > 0.0, x, 0.0) + jnp.log1p(power)
     return jnp.where(tail, power, jnp.sqrt(jnp.where(tail, 1.0, softplus)))
 
 
