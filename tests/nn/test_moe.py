@@ -14,7 +14,7 @@ import jaxmoe
 from jaxmoe import Execution, MoEConfig, RouterConfig, Routing, SharedExperts
 from jaxmoe.nn import SHARDING, Buffer, MoE, QuantizedParam
 
-H, I, E, K = 128, 128, 8, 2
+H, WIDTH, E, K = 128, 128, 8, 2
 
 
 # One compiled program per (layer, shape) for all tests: eager calls compile every operation by itself.
@@ -23,7 +23,7 @@ forward = jax.jit(MoE.__call__)
 
 def layer(**kwargs) -> MoE:
     kwargs = {"top_k": K, "rngs": nnx.Rngs(0), **kwargs}
-    return MoE(H, I, E, **kwargs)
+    return MoE(H, WIDTH, E, **kwargs)
 
 
 def tokens(*lead: int, dtype=jnp.bfloat16):
@@ -33,7 +33,7 @@ def tokens(*lead: int, dtype=jnp.bfloat16):
 @functools.cache
 def every_option() -> MoE:
     router = RouterConfig(num_experts=E, top_k=K, score="sigmoid", correction_bias=True, logit_bias=True)
-    shared = SharedExperts(intermediate=2 * I, gate=True, weights=jaxmoe.FP8Block)
+    shared = SharedExperts(intermediate=2 * WIDTH, gate=True, weights=jaxmoe.FP8Block)
     return layer(router=router, weights=jaxmoe.MXFP4, expert_bias=True, shared=shared)
 
 
@@ -236,7 +236,7 @@ def test_parameters_are_created_sharded(weights):
         state = jax.jit(lambda: create()[1], out_shardings=shardings)()
     values = state.experts.gate_up["values"].get_value()
     assert values.sharding.spec == PartitionSpec("ep", "tp", None)
-    assert values.addressable_shards[0].data.shape == (E // 4, I, values.shape[2])
+    assert values.addressable_shards[0].data.shape == (E // 4, WIDTH, values.shape[2])
     sharded = nnx.merge(graph, state)
     x, whole = tokens(2, 3), layer(weights=weights)
     y, z = (forward(module, x).astype(jnp.float32) for module in (sharded, whole))
@@ -282,7 +282,7 @@ def test_wrong_arguments_are_named(kwargs, message):
 
 def test_wrong_parameters_and_inputs_are_named():
     module = layer()
-    config = MoEConfig(hidden=H, intermediate=I, router=RouterConfig(num_experts=4, top_k=2))
+    config = MoEConfig(hidden=H, intermediate=WIDTH, router=RouterConfig(num_experts=4, top_k=2))
     with pytest.raises(ValueError, match=r"router kernel is \[128, 8\].*\[128, 4\]"):
         MoE.from_params(config, module.params)(tokens(2))
     with pytest.raises(ValueError, match=r"H = 128"):
@@ -296,7 +296,9 @@ def test_wrong_parameters_and_inputs_are_named():
 
 @pytest.mark.parametrize("weights", [jaxmoe.BF16, jaxmoe.MXFP4], ids=str)
 def test_a_training_loop_lowers_the_loss_and_leaves_quantised_weights_alone(weights):
-    module = layer(weights=weights, param_dtype=jnp.float32, shared=SharedExperts(intermediate=I, weights=jaxmoe.BF16))
+    module = layer(
+        weights=weights, param_dtype=jnp.float32, shared=SharedExperts(intermediate=WIDTH, weights=jaxmoe.BF16)
+    )
     optimizer = nnx.Optimizer(module, optax.sgd(0.3, momentum=0.9), wrt=nnx.Param)
     x = tokens(32, dtype=jnp.float32)
     target = jnp.tanh(jnp.roll(x, 1, axis=-1))
