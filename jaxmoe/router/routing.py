@@ -18,7 +18,8 @@ class Routing:
     """Where each token goes.
 
     Attributes:
-      ids: int32 [T, K], the chosen experts, best first (table order for hash routing); -1 is no expert. Other ids of a row are distinct.
+      ids: int32 [T, K], the chosen experts, best first (hash routing: in the table's order); -1 is no expert.
+        The others of a row are distinct.
       weights: f32 [T, K], what the experts' outputs are multiplied by: final, ``routed_scaling_factor``
         included. 0 where the id is -1.
     """
