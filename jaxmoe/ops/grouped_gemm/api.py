@@ -118,8 +118,8 @@ def _check_group(group: np.ndarray, rows: GroupedRows, e: int) -> None:
         if mixed.any():
             t = int(mixed.argmax())
             raise ShapeError(
-                f"rows {t * step}..{(t + 1) * step - 1} are one tile with labels {np.unique(tiles[t]).tolist()}; a tile has "
-                f"one expert: start every expert at a multiple of {step}, or use ragged_gemm"
+                f"rows {t * step}..{(t + 1) * step - 1} are one tile but have labels {np.unique(tiles[t]).tolist()}; a "
+                f"tile has one expert: start every expert at a multiple of {step}, or use ragged_gemm"
             )
 
 
