@@ -14,13 +14,6 @@ from jaxmoe.layer.params import RouterParams
 Array = jax.Array
 
 
-def first_repeat(ids: np.ndarray) -> int | None:
-    """The first row of ids [N, K] that holds an id >= 0 twice, or None."""
-    ordered = np.sort(ids, axis=1)
-    rows = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(axis=1)
-    return int(rows.argmax()) if rows.any() else None
-
-
 def check_routing(
     ids: Array | np.ndarray,
     weights: Array | np.ndarray,
@@ -43,7 +36,7 @@ def check_routing(
     Raises:
       ShapeError: ``ids`` is not [T, K], or ``weights`` has another shape.
       FormatError: ``ids`` is not int32 or ``weights`` not f32.
-      ValueError: an id outside [-1, E), or an expert twice in one row.
+      ValueError: an id outside [-1, E). An expert may stand twice in one row; it then counts twice.
     """
     if ids.ndim != 2:
         raise ShapeError(f"ids has shape {tuple(ids.shape)}; it must be [T, K]")
@@ -65,12 +58,6 @@ def check_routing(
         raise ValueError(
             f"ids[{t}, {k}] is {known[t, k]}; expert ids must be in [0, {num_experts}), or -1 for no expert "
             f"({len(outside)} entries are not)"
-        )
-    repeat = first_repeat(known)
-    if repeat is not None:
-        raise ValueError(
-            f"ids[{repeat}] is {known[repeat].tolist()}; one token's experts must be distinct: add up the weights of "
-            "the repeated expert and set the other id to -1"
         )
 
 
