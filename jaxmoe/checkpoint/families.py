@@ -1,8 +1,9 @@
 """What each model family calls its tensors and how its config.json describes a layer: data, read by one set of rules.
 
-Names and router semantics were checked against the public modelling files of huggingface/transformers
-(``models/<family>/modular_*.py``, ``conversion_mapping.py``) and, for DeepSeek-V4, MiniMax-M2, GLM-4.5 and Kimi-K2,
-against the releases' own config.json.
+Sources: transformers' ``models/<family>/modular_*.py`` (Qwen2-MoE, OLMoE, DeepSeek-V3, GLM-4-MoE, ERNIE-4.5 and
+MiniMax-M2), ``configuration_deepseek_v4.py`` and ``conversion_mapping.py``; Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V4
+from checkpoints that transformers wrote. The keys of DeepSeek-V4's, MiniMax-M2's, GLM-4.5's and Kimi-K2's config.json
+were read in others' transcriptions, not in the releases; Kimi-K2 says that it reuses the layout of DeepSeek-V3.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every family's names and router, on generated layers against float64 formulas written here from the public models.
 
-The names and formulas are those of huggingface/transformers' ``models/<family>/modular_<family>.py`` (and for Kimi-K2
-of DeepSeek-V3's, which its release reuses) and of the releases' index files. Stacked names are those of
-transformers 5 (``conversion_mapping.py``).
+The sources are those that jaxmoe/checkpoint/families.py names. No real release was read here: these layers are
+generated, and show that names and formulas are what the sources say. Stacked names are those of transformers 5
+(``conversion_mapping.py``).
 """
 
 from __future__ import annotations
