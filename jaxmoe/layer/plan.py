@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxmoe.config import Execution, Layout, MoEConfig
+from jaxmoe.cuda.arch import Arch
 from jaxmoe.errors import ShapeError
 from jaxmoe.layer.pipeline import choose_layout
 from jaxmoe.layer.roofline import (
@@ -20,7 +21,6 @@ from jaxmoe.layer.roofline import (
 )
 from jaxmoe.ops import grouped_gemm
 from jaxmoe.ops.permute import padded_rows
-from jaxmoe.quant.formats import WeightFormat
 
 _REASONS: dict[Layout, str] = {
     "psum": "experts follow each other, so memory grows with the rows in use and not with tokens × experts",
@@ -63,7 +63,7 @@ class Plan:
       assignments: rows that hold a token, T·K and the fused slots.
       touched_experts: experts that get a token when routing is uniform.
       backend: what the grouped GEMMs run on, ``backend_reason`` why.
-      kernels: (room, what runs there).
+      kernels: (backend, its kernels for the grouped GEMMs or why it cannot).
       memory: bytes by item.
       stages: rooms with their arithmetic and traffic.
       gpu: rates the times are from, None on CPU.
@@ -144,7 +144,7 @@ def plan(
     alignment = execution.row_alignment or grouped_gemm.row_alignment(asked)
     capacity = rows_capacity(layout, tokens, assignments, experts, alignment, execution.masked_capacity)
     touched = touched_experts(tokens, config) + (config.fused_slots if tokens else 0)
-    backend, backend_reason, kernels = _kernels(config.weights, layout, execution, gpu)
+    backend, backend_reason, kernels = _kernels(config, tokens, execution, itemsize, gpu)
     return Plan(
         config=config,
         tokens=tokens,
@@ -208,47 +208,45 @@ def _memory(config: MoEConfig, tokens: int, execution: Execution, rows: int, ite
     )
 
 
-_DEEPGEMM = {
-    ("sm90", "BF16"): "sm90_bf16_gemm",
-    ("sm90", "FP8Block"): "sm90_fp8_gemm_1d2d",
-    ("sm100", "BF16"): "sm100_bf16_gemm",
-    ("sm100", "FP8BlockUE8M0"): "sm100_fp8_fp4_gemm_1d1d",
-    ("sm100", "MXFP8"): "sm100_fp8_fp4_gemm_1d1d",
-    ("sm100", "MXFP4"): "sm100_fp8_fp4_gemm_1d1d",
-}
-
-
 def _kernels(
-    fmt: WeightFormat, layout: Layout, execution: Execution, gpu: GPU | None
+    config: MoEConfig, tokens: int, execution: Execution, itemsize: int, gpu: GPU | None
 ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     """The backend of the grouped GEMMs, why, and what each backend would run."""
-    refusal = _deepgemm_refusal(fmt, execution, gpu)
-    deepgemm = f"cannot: {refusal}" if gpu is None or refusal else f"{_DEEPGEMM[gpu.arch, fmt.name]}, {layout}"
-    kernels = (("deepgemm", deepgemm), ("reference", "plain JAX: any device, format and layout"))
+    refusal, names = _deepgemm(config, tokens, execution, itemsize, gpu)
+    kernels = (
+        ("deepgemm", f"cannot: {refusal}" if refusal else names),
+        ("reference", "plain JAX: any device, format and layout"),
+    )
     asked = execution.backend
-    names = ("deepgemm", "reference") if asked == "auto" else (asked,) if isinstance(asked, str) else asked
-    for name in names:
+    order = ("deepgemm", "reference") if asked == "auto" else (asked,) if isinstance(asked, str) else asked
+    for name in order:
         if name not in dict(kernels):
             raise ValueError(f"grouped_gemm has no backend {name!r}; choose 'auto', 'deepgemm' or 'reference'")
-    backend = next((name for name in names if name == "reference" or refusal is None), None)
+    backend = next((name for name in order if name == "reference" or refusal is None), None)
     if backend is None:
-        return "none", f"only deepgemm was asked for; it cannot: {refusal}", kernels
-    if asked != "auto":
-        return backend, "asked for", kernels
-    return backend, "the first below that accepts the case", kernels
+        return "none", "the only one asked for cannot", kernels
+    return backend, "the first below that accepts the case" if asked == "auto" else "asked for", kernels
 
 
-def _deepgemm_refusal(fmt: WeightFormat, execution: Execution, gpu: GPU | None) -> str | None:
+def _deepgemm(
+    config: MoEConfig, tokens: int, execution: Execution, itemsize: int, gpu: GPU | None
+) -> tuple[str | None, str]:
+    """Why DeepGEMM cannot take the case, or None; and its kernels."""
+    from jaxmoe.cuda.deepgemm.warmup import kernels_for  # which asks this module for the number of rows
+
     if gpu is None:
-        return "this machine has no GPU it knows"
+        return "this machine has no GPU it knows", ""
     if "deepgemm" not in grouped_gemm.BACKENDS:
-        return "it is not part of this version of jaxmoe"
-    if fmt.quantized and not execution.quantize_activations:
-        return "it runs quantised weights on quantised rows only"
-    if (gpu.arch, fmt.name) not in _DEEPGEMM:
-        formats = " or ".join(name for arch, name in _DEEPGEMM if arch == gpu.arch)
-        return f"it has no kernel for {fmt.name} on {gpu.arch}; convert the weights at load to {formats}"
-    return None
+        return "it is not among the backends of this version of jaxmoe", ""
+    if itemsize != 2:
+        return "it takes and gives bfloat16 only", ""
+    if config.weights.quantized and not execution.quantize_activations:
+        return "it runs quantised weights on quantised rows only", ""
+    try:
+        sources = kernels_for(config, Arch(gpu.arch, gpu.num_sms), [tokens], execution)
+    except (NotImplementedError, ShapeError) as refusal:
+        return str(refusal), ""
+    return None, ", ".join(dict.fromkeys(source.name for source in sources)) or "nothing, for there are no rows"
 
 
 def _size(nbytes: int) -> str:
@@ -263,12 +261,14 @@ def _time(seconds: float) -> str:
 def _describe(p: Plan) -> str:
     c, r, m = p.config, p.config.router, p.memory
     slots = f" and {c.fused_slots} fused shared" if c.fused_slots else ""
+    experts = r.num_experts + c.fused_slots
+    unread = "; the others' weights are not read" if p.touched_experts < experts else ""
     lines = [
         f"{p.tokens} tokens, hidden {c.hidden}, {r.num_experts} experts{slots} of {c.intermediate}, "
         f"{r.top_k} per token, weights {c.weights.name}",
         f"layout    {p.layout}: {p.layout_reason}",
         f"rows      {p.capacity} reserved for {p.assignments} in use, experts start at multiples of {p.alignment}",
-        f"experts   {p.touched_experts} get tokens if routing is even; the others' weights are not read",
+        f"experts   {p.touched_experts} of {experts} get tokens if routing is even{unread}",
         f"backend   {p.backend}: {p.backend_reason}",
         *(f"  {name:<10}{what}" for name, what in p.kernels),
         f"memory    {_size(m.peak)} at the peak, of which weights {_size(m.weights)}, scales {_size(m.scales)}",

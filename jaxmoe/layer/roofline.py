@@ -21,34 +21,32 @@ class GPU:
 
     Attributes:
       name: as users write it and as it appears in JAX's ``device_kind``.
-      arch: of the kernels, e.g. ``sm90``.
+      arch: what kernels are compiled for. num_sms: its multiprocessors.
       bandwidth: bytes per second. bf16, fp8: dense FLOP per second.
       source: where the figures come from.
     """
 
     name: str
     arch: str
+    num_sms: int
     bandwidth: float
     bf16: float
     fp8: float
     source: str
 
 
+_H200 = "measured 2026-11-30: copy, 8192³ bf16 matmul, grouped fp8 GEMM"
+_H100 = "datasheet, H100 SXM"
+_B200 = "datasheet, DGX B200, an eighth of the system, no sparsity"
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU(
-            "H200",
-            "sm90",
-            4300e9,
-            790e12,
-            1320e12,
-            "measured 2026-11-30: copy, 8192³ bf16 matmul, grouped fp8 GEMM",
-        ),
-        GPU("H100", "sm90", 3350e9, 989e12, 1979e12, "datasheet, H100 SXM"),
-        GPU("B200", "sm100", 8000e9, 2250e12, 4500e12, "datasheet, DGX B200, an eighth of the system, no sparsity"),
+        GPU("H200", "sm_90a", 132, 4300e9, 790e12, 1320e12, _H200),
+        GPU("H100", "sm_90a", 132, 3350e9, 989e12, 1979e12, _H100),
+        GPU("B200", "sm_100f", 148, 8000e9, 2250e12, 4500e12, _B200),
     )
 }
+"""The GPUs whose rates are known, by name."""
 
 
 @dataclasses.dataclass(frozen=True)

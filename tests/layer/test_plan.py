@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
+from jaxmoe.cuda.arch import Arch
+from jaxmoe.cuda.deepgemm.warmup import kernels_for
 from jaxmoe.layer.pipeline import choose_layout
 from jaxmoe.layer.plan import Plan, plan, rows_capacity
 from jaxmoe.layer.roofline import GPUS, weight_bytes
@@ -146,15 +148,24 @@ def test_unknown_backend():
         plan(DEEPSEEK_V3, 64, Execution(backend="cutlass"))
 
 
-def test_kernels_name_what_runs_or_why_not(monkeypatch):
+def test_kernels_are_those_that_are_compiled_or_the_reason_why_not(monkeypatch):
     monkeypatch.setitem(grouped_gemm.BACKENDS, "deepgemm", lambda *a, **k: None)
-    p = plan(DEEPSEEK_V3, 4096, device="H200")
-    assert p.backend == "deepgemm" and dict(p.kernels)["deepgemm"] == "sm90_fp8_gemm_1d2d, psum"
+
+    def deepgemm(*args, device, **kwargs):
+        p = plan(*args, device=device, **kwargs)
+        return p.backend, dict(p.kernels)["deepgemm"]
+
+    backend, names = deepgemm(DEEPSEEK_V3, 4096, device="H200")
+    kernels = kernels_for(DEEPSEEK_V3, Arch("sm_90a", 132), [4096])
+    assert backend == "deepgemm" and names == ", ".join(dict.fromkeys(kernel.name for kernel in kernels))
+    assert "sm90" in names and "psum" in names
     packed = MoEConfig(hidden=256, intermediate=128, router=RouterConfig(num_experts=8, top_k=2), weights=MXFP4)
-    p = plan(packed, 4096, device="H200")
-    assert p.backend == "reference"
-    assert "MXFP4 on sm90; convert the weights at load to BF16 or FP8Block" in dict(p.kernels)["deepgemm"]
-    assert plan(packed, 4096, device="B200").backend == "deepgemm"
+    backend, reason = deepgemm(packed, 4096, device="H200")
+    assert backend == "reference" and reason.startswith("cannot: ") and "MXFP4" in reason
+    assert deepgemm(packed, 4096, device="B200")[0] == "deepgemm"
+    assert "quantised rows only" in deepgemm(packed, 16, Execution(quantize_activations=False), device="B200")[1]
+    assert "bfloat16 only" in deepgemm(packed, 16, device="B200", itemsize=4)[1]
+    assert "nothing" in deepgemm(packed, 0, device="B200")[1]
     p = plan(packed, 4096, Execution(backend="deepgemm"), device="H200")
     assert p.backend == "none" and "cannot" in p.backend_reason
 

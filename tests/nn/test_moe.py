@@ -203,11 +203,40 @@ def test_inside_scan():
     np.testing.assert_array_equal(scanned[2], forward(module, x[2]))
 
 
+def test_layers_stack_and_scan_as_in_flax():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def create(rngs):
+        return layer(rngs=rngs, weights=jaxmoe.MXFP4)
+
+    stacked, x = create(nnx.Rngs(0).split(2)), tokens(2, 3)
+    assert stacked.experts.gate_up.values.shape == (2, E, 2 * WIDTH, H // 2)
+
+    @nnx.jit
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def run(module, x):
+        return x + module(x)
+
+    graph, state = nnx.split(stacked)
+    by_hand = x
+    for index in range(2):
+        one = nnx.merge(graph, jax.tree.map(lambda leaf, index=index: leaf[index], state))
+        by_hand = by_hand + forward(one, by_hand)
+    np.testing.assert_array_equal(run(stacked, x), by_hand)
+
+
 def test_plan():
     plan = layer(execution=Execution(layout="masked")).plan(tokens=4096, device="H200")
     assert (plan.layout, plan.tokens) == ("masked", 4096)
     wide, narrow = layer(param_dtype=jnp.float32).plan(16), layer().plan(16)
     assert wide.memory.weights == 2 * narrow.memory.weights
+
+
+def test_plan_knows_the_bytes_of_every_parameter():
+    fused = SharedExperts(intermediate=2 * WIDTH, gate=True, fused=True)
+    for module in (every_option(), layer(), layer(weights=jaxmoe.FP8Block, shared=fused)):
+        memory = module.plan(16).memory
+        stored = sum(leaf.nbytes for leaf in jax.tree.leaves(module.params))
+        assert memory.weights + memory.scales + memory.router == stored
 
 
 # --- sharding
