@@ -44,7 +44,7 @@ def run(op: str, backends: Mapping[str, Callable[..., Any]], backend: Backend, *
 def run_or_reference(
     op: str, backends: Mapping[str, Callable[..., Any]], backend: Backend, *args: Any, **kwargs: Any
 ) -> Any:
-    """Like :func:`run`, for an op whose ``reference`` is far slower: on a GPU ``auto`` warns once before it falls back."""
+    """Like :func:`run`, for an op whose ``reference`` is far slower: on a GPU ``auto`` warns before it falls back."""
     if backend != "auto":
         return run(op, backends, backend, *args, **kwargs)
     kernels = tuple(name for name in backends if name != "reference")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.ops.backend import run_or_reference
+from jaxmoe.ops.debug import check_scales, debugging
 from jaxmoe.ops.dense_gemm import reference
 from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 
@@ -81,6 +83,8 @@ def dense_gemm(
         out_dtype = jnp.bfloat16 if quantized else values.dtype
     if out_dtype not in (jnp.bfloat16, jnp.float32):
         raise FormatError(f"out_dtype is {jnp.dtype(out_dtype)}; it must be bfloat16 or float32")
+    if quantized and x.quant.scale == "ue8m0" and debugging():
+        x = dataclasses.replace(x, scales=check_scales(check_scales(x.scales, x), weight))
     options = {"out_dtype": jnp.dtype(out_dtype), "num_sms": num_sms, "pdl": pdl}
     return run_or_reference("dense_gemm", BACKENDS, backend, x, weight, **options)
 

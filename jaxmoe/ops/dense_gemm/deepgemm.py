@@ -12,8 +12,8 @@ from jaxmoe.cuda import target
 from jaxmoe.cuda.deepgemm.call import GemmCall, PrenormCall, call_kernel
 from jaxmoe.cuda.deepgemm.gemm import Dtype
 from jaxmoe.ops.dense_gemm import reference
-from jaxmoe.ops.grouped_gemm.deepgemm import check_operands, gemm_call, input_gradient
 from jaxmoe.ops.grouped_gemm.constants import undifferentiable
+from jaxmoe.ops.grouped_gemm.deepgemm import check_operands, gemm_call, input_gradient
 from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 
 Array = jax.Array
