@@ -16,6 +16,7 @@ import queue
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ def compile(source: KernelSource, toolchain: Toolchain | None = None) -> bytes:
       KernelCompileError: the compiler refuses, or the cubin does not hold exactly one kernel.
     """
     toolchain = toolchain or find_toolchain()
-    cubin, log = nvrtc.compile_source(toolchain.setup, **_job(source, False))
+    cubin, log = nvrtc.compile_source(toolchain.setup, **_job(source, None))
     return _checked(source, cubin, log, toolchain)
 
 
@@ -194,13 +195,14 @@ class _Worker:
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._pch = tempfile.TemporaryDirectory(prefix="jaxmoe-pch-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> _Worker:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        # An idle process ends with its input and removes its precompiled headers; a busy one is stopped.
+        # An idle process ends with its input; a busy one is stopped.
         with self._lock:
             self._closed = True
             process = self._process
@@ -215,6 +217,7 @@ class _Worker:
                 process.wait()
             self._thread.join()
             process.stdout.close()
+        self._pch.cleanup()
 
     def _serve(self) -> None:
         while not self._closed:
@@ -232,7 +235,7 @@ class _Worker:
         if process is not None:
             assert process.stdin is not None and process.stdout is not None
             with contextlib.suppress(OSError, ValueError):
-                print(json.dumps(_job(source, pch)), file=process.stdin, flush=True)
+                print(json.dumps(_job(source, self._pch.name if pch else None)), file=process.stdin, flush=True)
                 line = process.stdout.readline()
         if not line:
             code = None if process is None else process.wait()
@@ -266,8 +269,8 @@ class _Worker:
             return process
 
 
-def _job(source: KernelSource, pch: bool) -> dict[str, Any]:
-    return {"name": source.name, "arch": source.arch, "code": source.code, "pch": pch}
+def _job(source: KernelSource, pch_dir: str | None) -> dict[str, Any]:
+    return {"name": source.name, "arch": source.arch, "code": source.code, "pch_dir": pch_dir}
 
 
 def _headers_of(source: KernelSource) -> tuple[str, tuple[str, ...]]:

@@ -2,8 +2,8 @@
 
 NVRTC holds one lock for a whole compilation, so compiling in parallel takes processes. This file is run by path as a
 worker (``python nvrtc.py``) and must import nothing but the standard library and ``cuda.bindings``. A worker reads
-JSON lines: first a :class:`Setup`, then jobs ``{"name", "arch", "code", "pch"}``; it answers each job with one line
-``{"cubin": base64 or null, "log": text}``.
+JSON lines: first a :class:`Setup`, then jobs, each the arguments of :func:`compile_source`. It answers each job with
+one line ``{"cubin": base64 or null, "log": text}``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def load(library: str) -> Any:
     return importlib.import_module("cuda.bindings.nvrtc")
 
 
-def compile_source(setup: Setup, name: str, arch: str, code: str, pch: bool = False) -> tuple[bytes | None, str]:
+def compile_source(
+    setup: Setup, name: str, arch: str, code: str, pch_dir: str | None = None
+) -> tuple[bytes | None, str]:
     """Compiles one source.
 
     Args:
@@ -63,7 +65,8 @@ def compile_source(setup: Setup, name: str, arch: str, code: str, pch: bool = Fa
       name: file name in messages.
       arch: e.g. ``sm_90a``.
       code: the translation unit.
-      pch: keep the headers precompiled in this process's temporary directory and use them for the next source.
+      pch_dir: where to keep the headers precompiled, for the next source with the same headers; 225 MB each.
+        No other process can use them.
 
     Returns:
       The cubin, None when the compiler refuses; and its log.
@@ -71,9 +74,9 @@ def compile_source(setup: Setup, name: str, arch: str, code: str, pch: bool = Fa
     nvrtc = load(setup.library)
     options = [*OPTIONS, f"--gpu-architecture={arch}", f"--pre-include={setup.prelude}"]
     options += [f"--include-path={directory}" for directory in setup.include]
-    if pch:
+    if pch_dir is not None:
         _call(nvrtc, nvrtc.nvrtcSetPCHHeapSize(_PCH_HEAP))
-        options.append("--pch")
+        options += ["--pch", f"--pch-dir={pch_dir}"]
     texts = [text.encode() for _, text in setup.overrides]
     names = [header.encode() for header, _ in setup.overrides]
     program = _call(nvrtc, nvrtc.nvrtcCreateProgram(code.encode(), f"{name}.cu".encode(), len(names), texts, names))

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -129,11 +130,14 @@ def test_a_worker_that_dies_is_started_again(toolchain, tmp_path, monkeypatch):
     assert done == set(live)
 
 
-def test_leaving_early_ends_the_workers(toolchain):
+def test_leaving_early_ends_the_workers(toolchain, tmp_path, monkeypatch):
     sources = [dataclasses.replace(TINY, code=f"__global__ void k{i}() {{}}\n") for i in range(6)]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     running = jit.compile_many(sources, workers=2)
     next(running)
+    assert len([*tmp_path.iterdir()]) == 2
     running.close()
+    assert not [*tmp_path.iterdir()]
     with pytest.raises(StopIteration):
         next(running)
 
@@ -147,11 +151,11 @@ def test_workers_must_be_positive(toolchain):
         list(jit.compile_many([TINY], workers=0))
 
 
-def test_precompiled_headers_are_used_from_the_second_source_on(toolchain):
+def test_precompiled_headers_are_used_from_the_second_source_on(toolchain, tmp_path):
     code = "#include <cuda/std/utility>\n__global__ void k(int* p) {{ *p = {}; }}\n"
     sources = [KernelSource(f"k{i}", "sm_90a", code.format(i)) for i in range(4)]
     assert len({cubin for _, cubin in jit.compile_many(sources, workers=1)}) == 4
-    logs = [nvrtc.compile_source(toolchain.setup, s.name, s.arch, s.code, pch=True)[1] for s in sources[:2]]
+    logs = [nvrtc.compile_source(toolchain.setup, s.name, s.arch, s.code, str(tmp_path))[1] for s in sources[:2]]
     assert "creating precompiled header" in logs[0] and "using precompiled header" in logs[1]
 
 
