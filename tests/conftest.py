@@ -119,9 +119,11 @@ class StandIn:
         self.directory = pathlib.Path()
         self._keys = (f"kernel_{n}" for n in itertools.count())
 
-    def cubin(self, *params: int, kernels: int = 1, store: tuple[int, int, int] | None = None) -> str:
-        """Writes an image of a kernel with these parameter sizes; gives its key, never used before."""
-        key = next(self._keys)
+    def cubin(
+        self, *params: int, kernels: int = 1, store: tuple[int, int, int] | None = None, key: str | None = None
+    ) -> str:
+        """Writes an image of a kernel with these parameter sizes; gives its key, by default one never used before."""
+        key = key or next(self._keys)
         text = f"kernels {kernels}\nparams {' '.join(map(str, params))}\n"
         if store:
             text += "store {} {} {}\n".format(*store)
@@ -205,13 +207,16 @@ PARAMETER_BYTES = {
 
 @pytest.fixture
 def kernels(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """The recording driver, for which every DeepGEMM kernel compiles, to an image with that kernel's parameters."""
+    """The recording driver, for which every DeepGEMM kernel compiles, to an image with that kernel's parameters.
+
+    The images' keys are always the same, because JAX keeps traced programs from test to test.
+    """
 
     def ensure(sources: list[KernelSource]) -> dict[KernelSource, str]:
         found = {}
         for source in sources:
             family = max((f for f in PARAMETER_BYTES if source.name.startswith(f)), key=len)
-            found[source] = standin.cubin(*PARAMETER_BYTES[family])
+            found[source] = standin.cubin(*PARAMETER_BYTES[family], key=f"deepgemm_{family}")
         return found
 
     monkeypatch.setattr(cubin_cache, "ensure", ensure)

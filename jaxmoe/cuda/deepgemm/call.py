@@ -170,7 +170,8 @@ def call_kernel(call: Call, operands: Sequence[Array]) -> tuple[Array, ...]:
 
     Raises:
       ShapeError, BackendUnavailable: from the planner.
-      ValueError: operands are sharded along a dimension the GEMM cannot be cut along (when the program is compiled).
+      JaxRuntimeError: when the program is compiled: operands are sharded along a dimension the GEMM cannot be cut
+        along; the text, a ValueError's, names operand, mesh axis and the way out.
     """
     return _batched(call)(*operands)
 
@@ -200,9 +201,18 @@ def _rule(call: Call, mesh: Any, arguments: Any, results: Any) -> str:
 def _partition(call: Call, mesh: Any, arguments: Any, results: Any) -> Any:
     del results
     axes: dict[str, Any] = {}
+    factor_of: dict[str, str] = {}
     for factors, argument in zip(call.factors[0], arguments, strict=True):
         for factor, axis in zip(factors.split(), argument.sharding.spec, strict=False):
-            if axis is not None and (factor not in call.divisible or axes.setdefault(factor, axis) != axis):
+            if axis is None:
+                continue
+            names = axis if isinstance(axis, tuple) else (axis,)
+            cut_otherwise = axes.setdefault(factor, axis) != axis
+            if (
+                factor not in call.divisible
+                or cut_otherwise
+                or {factor_of.setdefault(n, factor) for n in names} != {factor}
+            ):
                 raise ValueError(
                     f"a {call.layout} GEMM has an operand {list(argument.shape)} sharded over mesh axis {axis!r} along "
                     f"dimension {factor!r} of ({factors}), along which it cannot be cut; call it inside jax.shard_map, "
