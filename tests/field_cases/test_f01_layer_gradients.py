@@ -18,8 +18,8 @@ T, H, WIDTH, E, K = 4, 32, 16, 8, 2
 
 @pytest.mark.parametrize(
     ("layout", "param_dtype"),
-    [("psum", jnp.float32), ("psum", jnp.bfloat16), ("contiguous", jnp.float32), ("masked", jnp.float32)],
-    ids=["psum-f32", "psum-bf16", "contiguous-f32", "masked-f32"],
+    [("psum", jnp.float32), ("contiguous", jnp.bfloat16), ("masked", jnp.float32)],
+    ids=["psum-f32", "contiguous-bf16", "masked-f32"],
 )
 def test_experts_without_tokens_get_exactly_zero(layout, param_dtype):
     module = MoE(
