@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -164,7 +165,7 @@ def _store(key: str, source: KernelSource, cubin: bytes, toolchain: jit.Toolchai
 
 
 def _write(path: Path, data: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:

@@ -7,15 +7,23 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxmoe import cli
 from jaxmoe.commands import doctor
 from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
-from jaxmoe.cuda import arch, cubin_cache, ffi, headers
+from jaxmoe.cuda import arch, cubin_cache, ffi, headers, target
+from jaxmoe.cuda.deepgemm import call
 from jaxmoe.cuda.deepgemm.warmup import kernels_for
 from jaxmoe.errors import BackendUnavailable
+from jaxmoe.layer.params import ExpertWeights, MoEParams, RouterParams, SharedParams
+from jaxmoe.layer.pipeline import moe
+from jaxmoe.ops import grouped_gemm
+from jaxmoe.ops.grouped_gemm import deepgemm
 from jaxmoe.quant.formats import BF16, MXFP4, FP8Block
+from jaxmoe.quant.tensors import GroupedWeight
 
 H200, B200 = arch.Arch("sm_90a", 132), arch.Arch("sm_100f", 148)
 SHAPE = ["--experts", "8", "--hidden", "512", "--intermediate", "256", "--top-k", "2"]
@@ -107,6 +115,52 @@ def test_no_kernel_is_listed_twice_and_no_tokens_need_none():
 def test_the_layout_is_compiled_in(layout, name):
     kernels = kernels_for(config(), H200, [64], Execution(layout=layout))
     assert all(name in kernel.code and kernel.arch == "sm_90a" for kernel in kernels)
+
+
+def weight(fmt, e: int, n: int, k: int) -> GroupedWeight:
+    """A stack of matrices without numbers."""
+    stored = -(-k // fmt.k_multiple) * fmt.k_multiple
+    values = jax.ShapeDtypeStruct(
+        (e, n, stored * fmt.bits // 8 if fmt.bits == 4 else stored),
+        {16: jnp.bfloat16, 8: jnp.float8_e4m3fn, 4: jnp.uint8}[fmt.bits],
+    )
+    if fmt == BF16:
+        return GroupedWeight(values, None, fmt, k)
+    if fmt == FP8Block:
+        return GroupedWeight(values, jax.ShapeDtypeStruct((e, -(-n // 128), stored // 128), jnp.float32), fmt, k)
+    return GroupedWeight(values, jax.ShapeDtypeStruct((e, stored // 128, -(-n // 4) * 4), jnp.int32), fmt, k)
+
+
+def experts(fmt, e: int, hidden: int, inter: int) -> ExpertWeights:
+    stored = -(-inter // fmt.k_multiple) * fmt.k_multiple
+    return ExpertWeights(weight(fmt, e, 2 * stored, hidden), weight(fmt, e, hidden, inter))
+
+
+@pytest.mark.parametrize("layout", ["psum", "masked", "contiguous"])
+@pytest.mark.parametrize(
+    "fmt, gpu, hidden", [(BF16, H200, 2880), (FP8Block, H200, 2880), (BF16, B200, 512), (MXFP4, B200, 512)]
+)
+def test_the_list_is_what_the_layer_launches(monkeypatch, fmt, gpu, hidden, layout):
+    jax.clear_caches()  # a GEMM traced before would not be seen again
+    launched = []
+
+    def run_kernel(planned, args, results):
+        launched.append(planned[0])
+        return tuple(jnp.zeros(result.shape, result.dtype) for result in results)
+
+    monkeypatch.setattr(call, "run_kernel", run_kernel)
+    monkeypatch.setitem(grouped_gemm.BACKENDS, "deepgemm", deepgemm.grouped_gemm)
+    shared = SharedExperts(intermediate=384)
+    layer = config(hidden=hidden, weights=fmt, shared=shared, partial_blocks=True)
+    router = RouterParams(jax.ShapeDtypeStruct((hidden, 8), jnp.float32))
+    params = MoEParams(router, experts(fmt, 8, hidden, 256), SharedParams(experts(fmt, 1, hidden, 384)))
+    # On a CPU the alignment must be asked for; on a GPU it is this one.
+    execution = Execution(layout=layout, row_alignment=128)
+    x = jax.ShapeDtypeStruct((200, hidden), jnp.bfloat16)
+    with target.target(gpu):
+        jax.eval_shape(lambda p, x: moe(p, x, layer, execution), params, x)
+    assert len(set(launched)) == 4
+    assert set(launched) == set(kernels_for(layer, gpu, [200], Execution(layout=layout)))
 
 
 def test_a_format_without_kernels_is_refused():
@@ -230,8 +284,6 @@ def test_doctor_on_a_machine_without_a_gpu(cache, capsys, toolchain, monkeypatch
 @pytest.fixture
 def gpu_machine(monkeypatch, tmp_path):
     """An H200 with everything in place, as far as doctor can see."""
-    import jax
-
     library = tmp_path / "libjaxmoe_ffi.so"
     library.write_text("")
     monkeypatch.setattr(jax, "local_devices", lambda: [Device("9.0", 132)])
@@ -261,8 +313,6 @@ def test_doctor_names_each_missing_part(cache, gpu_machine, monkeypatch, toolcha
 
 
 def test_doctor_on_a_gpu_without_kernels(cache, gpu_machine, monkeypatch, toolchain):
-    import jax
-
     monkeypatch.setattr(jax, "local_devices", lambda: [Device("12.0", 170)])
     (problem,) = doctor.examine()["gpu"]["problems"]
     assert "compute capability 12.0" in problem

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxmoe.config import Execution, Layout, MoEConfig
 from jaxmoe.cuda.arch import Arch
-from jaxmoe.cuda.deepgemm.specs import plan_launch
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.layer.pipeline import choose_layout
 from jaxmoe.layer.plan import rows_capacity
@@ -65,9 +64,7 @@ def _mlp(
         lead = (experts, rows // experts) if layout == "masked" else (rows,)
         a = jax.ShapeDtypeStruct((*lead, k), jnp.uint8)
         b = jax.ShapeDtypeStruct((experts, n, k), jnp.uint8)
-        planned = plan_launch(
-            call.gemm((a, None, b) if call.scaled else (a, b)), num_sms=arch.num_sms, mk_alignment=alignment
-        )
+        planned = call.plan((a, None, b) if call.scaled else (a, b))
         if planned is not None:
             sources.append(planned[0])
     return sources
