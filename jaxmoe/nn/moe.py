@@ -207,7 +207,10 @@ class MoE(nnx.Module):
         return jax.tree.map(cast, params, is_leaf=is_stack), x.astype(dtype)
 
     def plan(self, tokens: int, *, device: str | None = None) -> Plan:
-        """What the layer will do for ``tokens`` tokens: see :func:`jaxmoe.plan`."""
-        return plan(
-            self.config, tokens, self.execution, device=device, itemsize=self.experts.gate_up.values.dtype.itemsize
-        )
+        """What the layer will do for ``tokens`` tokens: see :func:`jaxmoe.plan`.
+
+        x is taken to be in ``dtype``, or without one in the dtype of the weights, bf16 for quantised ones.
+        """
+        weights = jnp.bfloat16 if self.config.weights.quantized else self.experts.gate_up.values.dtype
+        itemsize = jnp.dtype(weights if self.dtype is None else self.dtype).itemsize
+        return plan(self.config, tokens, self.execution, device=device, itemsize=itemsize)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -14,7 +15,8 @@ from jaxmoe.layer.plan import Plan, plan, rows_capacity
 from jaxmoe.layer.roofline import GPUS, weight_bytes
 from jaxmoe.ops import grouped_gemm
 from jaxmoe.ops.permute import group_tokens
-from jaxmoe.quant.formats import BF16, FORMATS, MXFP4, FP8Block
+from jaxmoe.ops.quantize import quantize
+from jaxmoe.quant.formats import BF16, FORMATS, MXFP4, MXFP8, FP8Block
 from jaxmoe.quant.weights import quantize_weight
 
 DEEPSEEK_V3 = MoEConfig(
@@ -72,6 +74,14 @@ def test_weight_bytes_are_those_of_the_stored_arrays(fmt):
     values, scales = weight_bytes(fmt, *w.shape)
     assert values == stored.values.nbytes
     assert scales == (0 if stored.scales is None else stored.scales.nbytes)
+
+
+@pytest.mark.parametrize("fmt", [FP8Block, MXFP8, MXFP4], ids=str)
+def test_row_bytes_are_those_of_the_quantised_rows(fmt):
+    config = MoEConfig(hidden=384, intermediate=128, router=RouterConfig(num_experts=8, top_k=2), weights=fmt)
+    p = plan(config, 16)
+    rows = jax.eval_shape(lambda: quantize(jnp.zeros((p.capacity, 384), jnp.bfloat16), fmt.activation))
+    assert p.memory.rows == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows))
 
 
 def test_known_counts_of_deepseek_v3():

@@ -229,6 +229,9 @@ def test_plan():
     assert (plan.layout, plan.tokens) == ("masked", 4096)
     wide, narrow = layer(param_dtype=jnp.float32).plan(16), layer().plan(16)
     assert wide.memory.weights == 2 * narrow.memory.weights
+    for module in (layer(), every_option()):
+        assert module.plan(16) == jaxmoe.plan(module.config, 16)
+    assert layer(weights=jaxmoe.MXFP4, dtype=jnp.float32).plan(16).memory.outputs == 2 * narrow.memory.outputs
 
 
 def test_plan_knows_the_bytes_of_every_parameter():
