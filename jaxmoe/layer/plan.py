@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 
 from jaxmoe.config import Execution, Layout, MoEConfig
 from jaxmoe.cuda.arch import Arch
@@ -270,7 +271,7 @@ def _describe(p: Plan) -> str:
         f"rows      {p.capacity} reserved for {p.assignments} in use, experts start at multiples of {p.alignment}",
         f"experts   {p.touched_experts} of {experts} get tokens if routing is even{unread}",
         f"backend   {p.backend}: {p.backend_reason}",
-        *(f"  {name:<10}{what}" for name, what in p.kernels),
+        *(textwrap.fill(f"  {name:<10}{what}", 118, subsequent_indent=" " * 12) for name, what in p.kernels),
         f"memory    {_size(m.peak)} at the peak, of which weights {_size(m.weights)}, scales {_size(m.scales)}",
         f"          buffers: rows {_size(m.rows)}, intermediate {_size(m.intermediate)}, outputs {_size(m.outputs)}",
         f"work      {p.flops / 1e9:.4g} GFLOP, {_size(p.bytes)} read and written",
