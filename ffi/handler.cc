@@ -109,8 +109,6 @@ int Report(const Status& status, char* error, std::size_t error_size) {
 
 }  // namespace
 
-#pragma GCC visibility push(default)  // all else is hidden
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxmoe_instantiate, Instantiate,
                               ffi::Ffi::BindInstantiate().Attr<ffi::Span<const std::uint8_t>>("spec"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxmoe_initialize, Initialize,
@@ -166,7 +164,5 @@ int jaxmoe_program_launch(const Program* program, const DeviceBuffer* arguments,
 void jaxmoe_program_destroy(Program* program) { delete program; }
 
 }  // extern "C"
-
-#pragma GCC visibility pop
 
 }  // namespace jaxmoe

@@ -1,7 +1,6 @@
 #include "ffi/kernels.h"
 
-#include <fstream>
-#include <iterator>
+#include <cstdio>
 #include <memory>
 #include <unordered_map>
 
@@ -22,14 +21,18 @@ Table& TheTable() {
 Status ReadCubin(const std::string& directory, const std::string& key, const std::string& name,
                  std::vector<char>* image) {
   std::string path = directory + "/" + key + ".cubin";
-  std::ifstream file(path, std::ios::binary);
-  if (directory.empty() || !file) {
+  // No streams: where libstdc++ is linked in statically, several copies of them in one process do not get along.
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), &std::fclose);
+  if (directory.empty() || file == nullptr) {
     return NotFound("KernelNotCompiled: the cubin '" + key + "' of kernel '" + name + "' is not in " +
                     (directory.empty() ? std::string("any cache: no cubin directory is set") : "'" + directory + "'") +
                     "; run `jaxmoe warmup` for this model and GPU architecture on this machine");
   }
-  image->assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
-  if (file.bad() || image->empty()) {
+  char chunk[65536];
+  while (std::size_t count = std::fread(chunk, 1, sizeof chunk, file.get())) {
+    image->insert(image->end(), chunk, chunk + count);
+  }
+  if (std::ferror(file.get()) || image->empty()) {
     return Internal("the cubin '" + path + "' of kernel '" + name +
                     "' is empty or cannot be read; delete it and run `jaxmoe warmup`");
   }

@@ -88,7 +88,13 @@ class StandIn:
         shared = ("-O2", "-fPIC", "-shared")
         driver = build("driver.so", [ROOT / "tests/cuda/standin/driver.cc"], *shared)
         sources = sorted(ROOT.glob("ffi/*.cc"))
-        path = build(ffi.LIBRARY_NAME, sources, *shared, "-fvisibility=hidden", f"-isystem{jax.ffi.include_dir()}")
+        path = build(
+            ffi.LIBRARY_NAME,
+            sources,
+            *shared,
+            f"-Wl,--version-script={ROOT}/ffi/exports.map",
+            f"-isystem{jax.ffi.include_dir()}",
+        )
         self.driver = ctypes.CDLL(str(driver))
         self.driver.standin_log.restype = ctypes.c_size_t
         self.driver.standin_log.argtypes = [ctypes.c_char_p, ctypes.c_size_t]

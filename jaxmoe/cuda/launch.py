@@ -131,7 +131,9 @@ class TensorMap:
         _check(self.dtype in TENSOR_MAP_DTYPES, f"TensorMap.dtype is {self.dtype!r}; one of {TENSOR_MAP_DTYPES}")
         rank = len(self.dims)
         _check_range("rank of a TensorMap", rank, 1, 5)
-        _check(len(self.strides) == rank - 1, f"TensorMap has {rank} dims and {len(self.strides)} strides, not one fewer")
+        _check(
+            len(self.strides) == rank - 1, f"TensorMap has {rank} dims and {len(self.strides)} strides, not one fewer"
+        )
         _check(len(self.box) == rank, f"TensorMap has {rank} dims and a box of {len(self.box)}")
         _check(self.swizzle in _SWIZZLES, f"TensorMap.swizzle is {self.swizzle} bytes; one of {_SWIZZLES} is needed")
         four_bits = self.dtype == "16U4_ALIGN16B"
@@ -181,7 +183,9 @@ class LaunchSpec:
             bool(_CUBIN_KEY.fullmatch(self.cubin)),
             f"cubin key {self.cubin!r} is not a file name of letters, digits and _ . - (at most 256)",
         )
-        _check(bool(_NAME.fullmatch(self.name)), f"kernel name {self.name!r} is not 1 to 256 printable ASCII characters")
+        _check(
+            bool(_NAME.fullmatch(self.name)), f"kernel name {self.name!r} is not 1 to 256 printable ASCII characters"
+        )
         _check(len(self.grid) == 3 and len(self.block) == 3, f"grid {self.grid} and block {self.block} need 3 extents")
         for extent, limit in zip(self.grid, (2**31 - 1, 65535, 65535), strict=True):
             _check_range(f"extent of grid {self.grid}", extent, 1, limit)

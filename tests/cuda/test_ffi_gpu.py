@@ -160,6 +160,4 @@ def test_cubin_that_is_none(cubin, tmp_path):
     (tmp_path / "broken.cubin").write_bytes(b"not an ELF file\0")
     with pytest.raises((RuntimeError, ValueError), match="cuLibraryLoadData failed|the cubin 'broken' holds 0 kernels"):
         chain(tile_spec("broken", 1), 1)(numbers())
-    np.testing.assert_array_equal(
-        np.asarray(chain(tile_spec(cubin(TILE), 1), 1)(numbers())), np.asarray(numbers()) + 1
-    )
+    np.testing.assert_array_equal(np.asarray(chain(tile_spec(cubin(TILE), 1), 1)(numbers())), np.asarray(numbers()) + 1)

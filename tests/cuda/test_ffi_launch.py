@@ -23,7 +23,9 @@ def spec_of(key: str, *params, **kwargs) -> LaunchSpec:
     return LaunchSpec(key, "kernel", params=params, **geometry)
 
 
-def tensor_map(index: int = 0, dtype="UINT8", dims=(7168, 3072), strides=(7168,), box=(128, 128), swizzle=128, offset=0):
+def tensor_map(
+    index: int = 0, dtype="UINT8", dims=(7168, 3072), strides=(7168,), box=(128, 128), swizzle=128, offset=0
+):
     return TensorMap(argument(index, offset), dtype, dims, strides, box, swizzle)
 
 
@@ -145,7 +147,9 @@ PREPARE = (
 
 
 @pytest.mark.parametrize("call", INSTANTIATE + PREPARE + ("cuTensorMapEncodeTiled", "cuLaunchKernelEx"))
-@pytest.mark.parametrize("result, text", [(1, "CUDA_ERROR_INVALID_VALUE (invalid argument"), (999, "unknown CUDA error")])
+@pytest.mark.parametrize(
+    "result, text", [(1, "CUDA_ERROR_INVALID_VALUE (invalid argument"), (999, "unknown CUDA error")]
+)
 def test_a_failing_driver_call_is_named_with_its_launch(standin, call, result, text):
     good, bad = standin.cubin(), standin.cubin(128)
     specs = [spec_of(good), spec_of(bad, tensor_map(), cluster=2, pdl=True)]
@@ -167,7 +171,9 @@ def test_a_failing_driver_call_is_named_with_its_launch(standin, call, result, t
 
 
 def test_missing_cubin_and_cubin_that_comes_later(standin):
-    with pytest.raises(RuntimeError, match=r"KernelNotCompiled: the cubin 'later' .* is not in .*; run `jaxmoe warmup`"):
+    with pytest.raises(
+        RuntimeError, match=r"KernelNotCompiled: the cubin 'later' .* is not in .*; run `jaxmoe warmup`"
+    ):
         standin.program([spec_of("later")])
     (standin.directory / f"{standin.cubin()}.cubin").rename(standin.directory / "later.cubin")
     standin.program([spec_of("later")]).launch()

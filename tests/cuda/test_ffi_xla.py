@@ -28,7 +28,9 @@ def on_cpu():
 def spec_of(key: str, name: str = "fill", **kwargs) -> LaunchSpec:
     """A kernel that reads argument 0 by tensor map and fills result 0."""
     tensor_map = TensorMap(ARGUMENT, "INT32", (64, 4), (256,), (32, 4), 128)
-    return LaunchSpec(key, name, (2, 1, 1), (128, 1, 1), 1000, (Pointer(RESULT, BYTES), Integer(7), tensor_map), **kwargs)
+    return LaunchSpec(
+        key, name, (2, 1, 1), (128, 1, 1), 1000, (Pointer(RESULT, BYTES), Integer(7), tensor_map), **kwargs
+    )
 
 
 def fill(standin, byte: int) -> LaunchSpec:

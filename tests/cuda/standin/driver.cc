@@ -8,9 +8,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <string>
-#include <thread>
 #include <vector>
 
 namespace {
@@ -51,24 +49,25 @@ thread_local std::vector<int> contexts;
 // Writes one JSON object per call.
 class Record {
  public:
-  explicit Record(const char* call) { text_ << "{\"call\": \"" << call << "\""; }
+  explicit Record(const char* call) : text_(std::string("{\"call\": \"") + call + "\"") {}
   template <typename T>
   Record& Number(const char* key, T value) {
-    text_ << ", \"" << key << "\": " << static_cast<long long>(value);
-    return *this;
+    return Text(std::string(", \"") + key + "\": " + std::to_string(static_cast<long long>(value)));
   }
   template <typename T>
   Record& List(const char* key, const T* values, std::size_t count) {
-    text_ << ", \"" << key << "\": [";
-    for (std::size_t i = 0; i < count; ++i) text_ << (i ? ", " : "") << static_cast<unsigned long long>(values[i]);
-    text_ << "]";
+    Text(std::string(", \"") + key + "\": [");
+    for (std::size_t i = 0; i < count; ++i) Text((i ? ", " : "") + std::to_string(values[i]));
+    return Text("]");
+  }
+  Record& Text(const std::string& text) {
+    text_ += text;
     return *this;
   }
-  std::ostringstream& text() { return text_; }
-  std::string Line() { return text_.str() + "}\n"; }
+  std::string Line() { return text_ + "}\n"; }
 
  private:
-  std::ostringstream text_;
+  std::string text_;
 };
 
 // 0, or the result that the test asked `call` to fail with.
@@ -152,17 +151,14 @@ int cuCtxPopCurrent_v2(void** context) {
 int cuLibraryLoadData(Library** library, const char* image, void*, void*, unsigned, void*, void*, unsigned) {
   if (int result = Begin("cuLibraryLoadData"); result != 0) return result;
   auto* fresh = new Library;
-  std::istringstream lines(image);
-  for (std::string line; std::getline(lines, line);) {
-    std::istringstream words(line);
-    std::string word;
-    words >> word;
-    if (word == "kernels") words >> fresh->kernels;
-    if (word == "params") {
-      for (std::size_t size; words >> size;) fresh->params.push_back(size);
-    }
-    if (word == "store") words >> fresh->store_param >> fresh->store_byte >> fresh->store_count;
+  int kernels = 0, read = 0;
+  if (std::sscanf(image, "kernels %d params%n", &kernels, &read) < 1) return 1;
+  fresh->kernels = static_cast<unsigned>(kernels);
+  image += read;
+  for (std::size_t size = 0; std::sscanf(image, "%zu%n", &size, &read) == 1; image += read) {
+    fresh->params.push_back(size);
   }
+  std::sscanf(image, " store %d %d %zu", &fresh->store_param, &fresh->store_byte, &fresh->store_count);
   {
     std::lock_guard<std::mutex> lock(TheWorld().mutex);
     fresh->id = TheWorld().libraries++;
@@ -232,31 +228,31 @@ int cuLaunchKernelEx(const Config* config, Library* kernel, void** params, void*
   Record record("cuLaunchKernelEx");
   record.Number("library", kernel->id).List("grid", config->grid, 3).List("block", config->block, 3)
       .Number("smem", config->smem).Number("stream", config->stream);
-  record.text() << ", \"attributes\": {";
+  record.Text(", \"attributes\": {");
   for (unsigned i = 0; i < config->count; ++i) {
     const unsigned char* attribute = config->attributes + 72 * i;
     int words[4];
     std::memcpy(&words[0], attribute, 4);
     std::memcpy(&words[1], attribute + 8, 12);
-    record.text() << (i ? ", " : "") << "\"" << words[0] << "\": [" << words[1] << ", " << words[2] << ", " << words[3]
-                  << "]";
+    record.Text((i ? ", \"" : "\"") + std::to_string(words[0]) + "\": [" + std::to_string(words[1]) + ", " +
+                std::to_string(words[2]) + ", " + std::to_string(words[3]) + "]");
   }
-  record.text() << "}, \"params\": [";
+  record.Text("}, \"params\": [");
   for (std::size_t i = 0; i < kernel->params.size(); ++i) {
     const auto* bytes = static_cast<const unsigned char*>(params[i]);
-    record.text() << (i ? ", \"" : "\"");
+    record.Text(i ? ", \"" : "\"");
     if (kernel->params[i] == 128 && static_cast<const Map*>(params[i])->magic == kMapMagic) {
-      record.text() << "map " << static_cast<const Map*>(params[i])->id;
+      record.Text("map " + std::to_string(static_cast<const Map*>(params[i])->id));
     } else {
       char hex[3];
       for (std::size_t b = 0; b < kernel->params[i]; ++b) {
         std::snprintf(hex, sizeof hex, "%02x", bytes[b]);
-        record.text() << hex;
+        record.Text(hex);
       }
     }
-    record.text() << "\"";
+    record.Text("\"");
   }
-  record.text() << "]";
+  record.Text("]");
   Log(record);
   return 0;
 }
