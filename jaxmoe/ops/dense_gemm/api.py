@@ -13,6 +13,7 @@ from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.ops.backend import run_or_reference
 from jaxmoe.ops.debug import check_scales, debugging
 from jaxmoe.ops.dense_gemm import reference
+from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 
 Array = jax.Array
@@ -85,6 +86,7 @@ def dense_gemm(
         raise FormatError(f"out_dtype is {jnp.dtype(out_dtype)}; it must be bfloat16 or float32")
     if quantized and x.quant.scale == "ue8m0" and debugging():
         x = dataclasses.replace(x, scales=check_scales(check_scales(x.scales, x), weight))
+    x, weight = vary_together(x, weight)
     options = {"out_dtype": jnp.dtype(out_dtype), "num_sms": num_sms, "pdl": pdl}
     return run_or_reference("dense_gemm", BACKENDS, backend, x, weight, **options)
 
@@ -106,4 +108,5 @@ def prenorm_gemm(x: Array, weight: Array, *, backend: str | tuple[str, ...] = "a
         raise ShapeError(f"x {list(x.shape)} and weight {list(weight.shape)} must be [M, K] and [N, K]")
     if x.dtype != jnp.bfloat16 or weight.dtype != jnp.float32:
         raise FormatError(f"x is {x.dtype} and weight {weight.dtype}; they must be bfloat16 and float32")
+    x, weight = vary_together(x, weight)
     return run_or_reference("prenorm_gemm", PRENORM_BACKENDS, backend, x, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxmoe.config import Layout
+from jaxmoe.cuda import target
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.ops.backend import run_or_reference
+from jaxmoe.ops.debug import check_scales, debugging, guarded
 from jaxmoe.ops.grouped_gemm import reference
+from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.ops.permute import group_tokens, permute, unpermute
 from jaxmoe.ops.rows import GroupedRows
 from jaxmoe.quant.formats import BF16
@@ -20,8 +25,16 @@ from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 
 Array = jax.Array
 
-BACKENDS: dict[str, Callable[..., Array]] = {"reference": reference.grouped_gemm}
-"""Implementations by name: ``f(rows, weight, *, bias, out_dtype) -> Array``. ``auto`` tries ``reference`` last."""
+
+def _deepgemm(*args: Any, **options: Any) -> Array:
+    """The kernel backend, imported at its first use."""
+    from jaxmoe.ops.grouped_gemm import deepgemm
+
+    return deepgemm.grouped_gemm(*args, **options)
+
+
+BACKENDS: dict[str, Callable[..., Array]] = {"deepgemm": _deepgemm, "reference": reference.grouped_gemm}
+"""Implementations by name: ``f(rows, weight, *, bias, out_dtype, **hints) -> Array``; ``auto`` tries them in order."""
 
 
 def grouped_gemm(
@@ -30,13 +43,16 @@ def grouped_gemm(
     *,
     bias: Array | None = None,
     out_dtype: Any = None,
+    expected_m: int | None = None,
+    num_sms: int | None = None,
+    pdl: bool = False,
     backend: str | tuple[str, ...] = "auto",
 ) -> Array:
     """Multiplies each row by its expert's matrix: ``y[m, n] = Σ_k row[m, k] · weight[e(m), n, k] (+ bias[e(m), n])``.
 
     Quantised rows meet the weight codes as a kernel does: one f32 partial sum per scale group, times both scales,
     added up in f32 in order of k. Unquantised rows with a quantised weight use the dequantised weight (the exact
-    oracle). Everything is summed in f32, the bias included, and rounded once.
+    oracle). Everything is summed in f32, the bias included, and rounded once (a kernel also rounds before the bias).
 
     Gradients flow to unquantised rows, to unquantised weights and to the bias: an expert without rows gets exactly 0,
     and rows of no expert contribute nothing, whatever they hold. Quantised rows and weights are not differentiable.
@@ -44,10 +60,13 @@ def grouped_gemm(
     Args:
       rows: [M, K] or [E, C, K], bf16 or f32, K the weight's ``k`` or ``k_padded``; or quantised, K = ``k_padded``.
         In the contiguous layout a tile takes the expert of its first row; when traced, that no tile mixes experts
-        is the caller's promise.
+        is the caller's promise, which :func:`jaxmoe.ops.debug.debug` checks.
       weight: E matrices [N, K].
       bias: f32 [E, N].
       out_dtype: default the rows' dtype, bf16 for quantised rows.
+      expected_m: real rows per expert that a kernel's tiles are chosen for (psum, masked); None: as many as fit.
+      num_sms: even number of SMs that a kernel uses at most, None for all.
+      pdl: launch kernels with programmatic stream serialisation. These three are hints and change no result.
       backend: see :func:`jaxmoe.ops.backend.run`. On a GPU ``auto`` warns before it falls back to ``reference``.
 
     Returns:
@@ -60,7 +79,11 @@ def grouped_gemm(
     _check(rows, weight, bias)
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(rows.rows, QuantizedRows) else rows.rows.dtype
-    options = {"bias": bias, "out_dtype": jnp.dtype(out_dtype)}
+    if debugging():
+        rows = _checked(rows, weight)
+    rows, weight, bias = vary_together(rows, weight, bias)
+    hints = {"expected_m": expected_m, "num_sms": num_sms, "pdl": pdl}
+    options = {"bias": bias, "out_dtype": jnp.dtype(out_dtype), **hints}
     return run_or_reference("grouped_gemm", BACKENDS, backend, rows, weight, **options)
 
 
@@ -96,15 +119,24 @@ def _check(rows: GroupedRows, weight: GroupedWeight, bias: Array | None) -> None
     if bias is not None and (bias.shape != (e, weight.n) or bias.dtype != jnp.float32):
         raise ShapeError(f"bias is {bias.dtype}{list(bias.shape)}; it must be float32[{e}, {weight.n}]")
     if not isinstance(group, Tracer):
-        _check_group(np.asarray(group), rows, e)
+        _check_group(np.asarray(group), rows.layout, shape, step, e)
 
 
-def _check_group(group: np.ndarray, rows: GroupedRows, e: int) -> None:
-    shape, step = rows.values.shape, rows.alignment
-    if rows.layout == "masked":
+def _checked(rows: GroupedRows, weight: GroupedWeight) -> GroupedRows:
+    """``rows``, for which the program waits until grouping and scales are found right on the device."""
+    layout, shape, step, e = rows.layout, rows.values.shape, rows.alignment, weight.num_experts
+    group = guarded(rows.group, lambda group: _check_group(group, layout, shape, step, e), rows.group)
+    if isinstance(rows.rows, QuantizedRows):
+        real = (reference.row_labels(rows, e) >= 0).reshape(shape[:-1])
+        group = check_scales(check_scales(group, rows.rows, real), weight)
+    return dataclasses.replace(rows, group=group)
+
+
+def _check_group(group: np.ndarray, layout: Layout, shape: tuple[int, ...], step: int, e: int) -> None:
+    if layout == "masked":
         if np.any((group < 0) | (group > shape[1])):
             raise ShapeError(f"masked counts {group.tolist()} do not lie in 0..C = {shape[1]}; raise the capacity")
-    elif rows.layout == "psum":
+    elif layout == "psum":
         starts = np.concatenate([[0], -(-group[:-1] // step) * step])
         if np.any(group < 0) or np.any(np.diff(group) < 0) or np.any(group > shape[0]):
             raise ShapeError(
@@ -125,8 +157,12 @@ def _check_group(group: np.ndarray, rows: GroupedRows, e: int) -> None:
 
 def row_alignment(backend: str | tuple[str, ...] = "auto") -> int:
     """Rows that experts must start at a multiple of for ``backend``: 8 where only the reference can run, else 128."""
-    slow = backend == "reference" or (backend == "auto" and jax.default_backend() != "gpu")
-    return 8 if slow else 128
+    if backend == "auto":
+        try:
+            target.current()
+        except NotImplementedError:
+            return 8
+    return 8 if backend == "reference" else 128
 
 
 def ragged_gemm(

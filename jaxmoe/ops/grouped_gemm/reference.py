@@ -7,7 +7,6 @@ known on the device only, so time follows the routed rows and temporary memory h
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmoe.ops.grouped_gemm.constants import undifferentiable
+from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.ops.quantize import row_scales
 from jaxmoe.ops.rows import GroupedRows
 from jaxmoe.quant.codecs import e8m0_to_float
@@ -121,7 +122,8 @@ def _multiply(
 
         return _over_rows(seg, e, block, out)
 
-    return _over_experts(seg, expert, jnp.zeros((seg.labels.shape[0], width), out_dtype))[:num_rows]
+    out, _ = vary_together(jnp.zeros((seg.labels.shape[0], width), out_dtype), seg)
+    return _over_experts(seg, expert, out)[:num_rows]
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -200,6 +202,14 @@ def weight_gradient(rows: GroupedRows, dy: Array, weight: Array) -> Array:
     return dw
 
 
+def bias_gradient(rows: GroupedRows, num_experts: int) -> Array:
+    """dL/dbias, f32 [E, N]: sums of dL/dy, which ``rows`` holds, over each expert's rows; 0 for no rows."""
+    dy = rows.values.reshape(-1, rows.values.shape[-1])
+    if not dy.size:
+        return jnp.zeros((num_experts, dy.shape[1]), jnp.float32)
+    return _weight_gradient(_segments(rows, num_experts), None, dy, num_experts, jnp.float32)[1]
+
+
 def _weight_gradient(
     seg: _Segments, x: Array | None, dy: Array, num_experts: int, dtype: Any
 ) -> tuple[Array | None, Array]:
@@ -210,6 +220,8 @@ def _weight_gradient(
     n = dy.shape[1]
     bias = jnp.zeros(n, jnp.float32)
     weight = None if x is None else jnp.zeros((n, x.shape[1]), jnp.float32)
+    dw = None if x is None else jnp.zeros((num_experts, n, x.shape[1]), dtype)
+    weight, bias, dw, db, _ = vary_together(weight, bias, dw, jnp.zeros((num_experts, n), jnp.float32), seg)
 
     def expert(e: Array, grads: Any) -> Any:
         def block(start: Array, mask: Array, sums: Any) -> Any:
@@ -220,8 +232,7 @@ def _weight_gradient(
         sums = _over_rows(seg, e, block, (weight, bias))
         return jax.tree.map(lambda grad, total: grad.at[e].set(total.astype(grad.dtype)), grads, sums)
 
-    dw = None if weight is None else jnp.zeros((num_experts, *weight.shape), dtype)
-    return _over_experts(seg, expert, (dw, jnp.zeros((num_experts, n), jnp.float32)))
+    return _over_experts(seg, expert, (dw, db))
 
 
 def _quantized_rows(rows: QuantizedRows, w: GroupedWeight, bias: Array | None, seg: _Segments, out_dtype: Any) -> Array:
@@ -244,7 +255,8 @@ def _quantized_rows(rows: QuantizedRows, w: GroupedWeight, bias: Array | None, s
             (a, scale_a), (b, scale_b) = group
             return total + _dot(a, b, (1, 1)) * (scale_a[:, None] * scale_b[None, :]), None
 
-        total, _ = lax.scan(add, jnp.zeros((_BLOCK, w.n), jnp.float32), (by_group(*tile), expert[0]))
+        total, _ = vary_together(jnp.zeros((_BLOCK, w.n), jnp.float32), seg)
+        total, _ = lax.scan(add, total, (by_group(*tile), expert[0]))
         return _biased(total, expert[1])
 
     codes = rows.values.reshape(-1, kp)
@@ -252,30 +264,18 @@ def _quantized_rows(rows: QuantizedRows, w: GroupedWeight, bias: Array | None, s
     return _multiply(seg, (codes, scales), prepare, product, w.n, out_dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _constant(leaf: Array, what: str) -> Array:
-    """``leaf``, which refuses to be differentiated."""
-    return leaf
-
-
-@_constant.defjvp
-def _refuse(what: str, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    raise NotImplementedError(
-        f"{what} have no gradient; differentiate with Execution(quantize_activations=False) for gradients of x and of "
-        "the router, and keep weights that train in BF16"
-    )
-
-
-def grouped_gemm(rows: GroupedRows, weight: GroupedWeight, *, bias: Array | None, out_dtype: Any) -> Array:
-    """See :func:`jaxmoe.ops.grouped_gemm.grouped_gemm`. Rows of no expert come out as 0."""
+def grouped_gemm(
+    rows: GroupedRows, weight: GroupedWeight, *, bias: Array | None, out_dtype: Any, **hints: Any
+) -> Array:
+    """See :func:`jaxmoe.ops.grouped_gemm.grouped_gemm`. Rows of no expert come out as 0; hints mean nothing here."""
+    del hints
     shape = (*rows.values.shape[:-1], weight.n)
     if not rows.values.size:
         return jnp.zeros(shape, out_dtype)
     seg = _segments(rows, weight.num_experts)
     if weight.format.quantized:
-        weight = jax.tree.map(lambda leaf: _constant(leaf, "quantised weights"), weight)
+        weight = undifferentiable(weight)
     if isinstance(rows.rows, QuantizedRows):
-        quantized = jax.tree.map(lambda leaf: _constant(leaf, "quantised rows"), rows.rows)
-        return _quantized_rows(quantized, weight, bias, seg, out_dtype).reshape(shape)
+        return _quantized_rows(undifferentiable(rows.rows), weight, bias, seg, out_dtype).reshape(shape)
     x = rows.rows.reshape(-1, rows.rows.shape[-1])[:, : weight.k]
     return _float_rows(x, weight, bias, seg, jnp.zeros((), out_dtype)).reshape(shape)
