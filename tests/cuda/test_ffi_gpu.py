@@ -33,8 +33,8 @@ extern "C" __global__ void tile(int* out, int* rank, unsigned columns, unsigned 
     asm volatile("fence.proxy.async.shared::cta;");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 2048;" ::"r"(b));
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(s),
-        "l"(&map), "r"(x), "r"(y), "r"(b) : "memory");
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(s), "l"(&map), "r"(x), "r"(y), "r"(b) : "memory");
   }
   __syncthreads();
   asm volatile("{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra W; }" ::"r"(b)
@@ -158,6 +158,8 @@ def test_refused_launch_leaves_the_context_alive(cubin, changes, message):
 
 def test_cubin_that_is_none(cubin, tmp_path):
     (tmp_path / "broken.cubin").write_bytes(b"not an ELF file\0")
-    with pytest.raises((RuntimeError, ValueError), match="cuLibraryLoadData failed|the cubin 'broken' holds 0 kernels"):
+    with pytest.raises(
+        (RuntimeError, ValueError), match=r"cuLibraryLoadData failed|the cubin 'broken' holds 0 kernels"
+    ):
         chain(tile_spec("broken", 1), 1)(numbers())
     np.testing.assert_array_equal(np.asarray(chain(tile_spec(cubin(TILE), 1), 1)(numbers())), np.asarray(numbers()) + 1)

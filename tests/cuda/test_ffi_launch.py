@@ -9,7 +9,17 @@ import threading
 import numpy as np
 import pytest
 
-from jaxmoe.cuda.launch import Buffer, Integer, LaunchSpec, PeerField, Pointer, Struct, TensorMap, encode
+from jaxmoe.cuda.launch import (
+    Buffer,
+    Integer,
+    LaunchSpec,
+    PeerField,
+    Pointer,
+    Struct,
+    TensorMap,
+    TensorMapDtype,
+    encode,
+)
 
 BASE, OUT = 0x7F0000000000, 0x7F1000000000
 
@@ -24,7 +34,13 @@ def spec_of(key: str, *params, **kwargs) -> LaunchSpec:
 
 
 def tensor_map(
-    index: int = 0, dtype="UINT8", dims=(7168, 3072), strides=(7168,), box=(128, 128), swizzle=128, offset=0
+    index: int = 0,
+    dtype: TensorMapDtype = "UINT8",
+    dims=(7168, 3072),
+    strides=(7168,),
+    box=(128, 128),
+    swizzle=128,
+    offset=0,
 ):
     return TensorMap(argument(index, offset), dtype, dims, strides, box, swizzle)
 

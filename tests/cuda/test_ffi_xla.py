@@ -45,10 +45,8 @@ def filled(byte: int) -> np.ndarray:
 def test_jit_launches_on_the_buffers_of_the_call(standin, command_buffer):
     spec = fill(standin, 3)
 
-    @jax.jit
-    def run(x):
-        (y,) = ffi.launch([spec], [x], [SHAPE], name="jaxmoe_test_fill", command_buffer=command_buffer)
-        return y
+    options = {"name": "jaxmoe_test_fill", "command_buffer": command_buffer}
+    run = jax.jit(lambda x: ffi.launch([spec], [x], [SHAPE], **options)[0])
 
     x = jnp.arange(BYTES // 4, dtype=jnp.int32)
     text = run.lower(x).as_text()
