@@ -1,8 +1,8 @@
 """Debug mode: what kernels silently get wrong is looked for on the device before each GEMM, on any backend.
 
 Row labels, ends and counts must keep their layout's contract, and no exponent byte of a UE8M0 scale may be 0 or 255.
-The first value that is wrong stops the program with a ``JaxRuntimeError`` that names it. It costs a transfer to the
-host per GEMM; when it is off, which is the default, nothing of it is in the program.
+The first value that is wrong stops the program before the kernel with an error of the runtime that names it. It costs
+a transfer to the host per GEMM; when it is off, which is the default, nothing of it is in the program.
 """
 
 from __future__ import annotations
