@@ -183,3 +183,16 @@ def test_library_that_is_not_built_says_how_to_build_it(monkeypatch):
     ffi.library.cache_clear()
     with pytest.raises(RuntimeError, match=r"/nowhere/libjaxmoe_ffi.so does not exist.*pip install"):
         ffi.library()
+
+
+def test_side_effect_keeps_a_call_whose_results_nobody_uses(standin):
+    spec = fill(standin, 1)
+
+    @jax.jit
+    def run(x):
+        for effect in (False, True):
+            ffi.launch([spec], [x], [SHAPE], name="jaxmoe_test_effect", has_side_effect=effect)
+        return x
+
+    run(jnp.zeros(BYTES // 4, jnp.int32)).block_until_ready()
+    assert len(standin.calls("cuLaunchKernelEx")) == 1
