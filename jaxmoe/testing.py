@@ -66,7 +66,7 @@ def marker_layer(
 
 
 def dense_moe(params: MoEParams, x: Any, config: MoEConfig, ids: Any, weights: Any, *, valid: Any = None) -> np.ndarray:
-    """The layer's formula in float64, token by token, expert by expert, with dequantised weights.
+    """The layer's formula in float64: every expert on every token, with dequantised weights.
 
     Args:
       params, config: of the layer. Fused shared experts are taken from the end of the stacks.
@@ -75,25 +75,21 @@ def dense_moe(params: MoEParams, x: Any, config: MoEConfig, ids: Any, weights: A
     Returns:
       float64 [T, H].
     """
-    x, ids, combine = _float64(x), np.asarray(ids), _float64(weights)
-    routed, shared = params.experts, params.shared
-    stacks = _float64(dequantize(routed.gate_up)), _float64(dequantize(routed.down))
+    x, ids, combine = _float64(x), np.asarray(ids), np.where(np.asarray(ids) >= 0, _float64(weights), 0)
+    routed, shared, activation = params.experts, params.shared, config.activation
     gate = np.ones(len(x))
     if shared is not None and shared.gate is not None:
         gate = 1 / (1 + np.exp(-x @ _float64(shared.gate)))
     y = np.zeros_like(x)
-    for t in range(len(x)):
-        if valid is not None and not valid[t]:
-            continue
-        chosen = [(int(e), w) for e, w in zip(ids[t], combine[t], strict=True) if e >= 0]
-        chosen += [(config.router.num_experts + s, gate[t]) for s in range(config.fused_slots)]
-        for e, w in chosen:
-            biases = [None if b is None else _float64(b[e]) for b in (routed.gate_up_bias, routed.down_bias)]
-            y[t] += w * _mlp(x[t], stacks[0][e], stacks[1][e], config.activation, *biases)
-        if shared is not None and shared.experts is not None:
-            own = [_float64(dequantize(w)[0]) for w in (shared.experts.gate_up, shared.experts.down)]
-            y[t] += gate[t] * _mlp(x[t], own[0], own[1], config.activation)
-    return y
+    gate_up, down = _float64(dequantize(routed.gate_up)), _float64(dequantize(routed.down))
+    for e in range(len(gate_up)):
+        biases = [None if b is None else _float64(b[e]) for b in (routed.gate_up_bias, routed.down_bias)]
+        weight = np.where(ids == e, combine, 0).sum(1) if e < config.router.num_experts else gate
+        y += np.where(weight[:, None] != 0, weight[:, None] * _mlp(x, gate_up[e], down[e], activation, *biases), 0)
+    if shared is not None and shared.experts is not None:
+        own = [_float64(dequantize(w)[0]) for w in (shared.experts.gate_up, shared.experts.down)]
+        y += gate[:, None] * _mlp(x, own[0], own[1], activation)
+    return y if valid is None else np.where(np.asarray(valid)[:, None], y, 0)
 
 
 def _float64(a: Any) -> np.ndarray:
@@ -101,8 +97,8 @@ def _float64(a: Any) -> np.ndarray:
 
 
 def _mlp(x: np.ndarray, gate_up: Any, down: Any, a: Activation, gate_up_bias: Any = None, down_bias: Any = None) -> Any:
-    h = gate_up @ x + (0 if gate_up_bias is None else gate_up_bias)
-    return down @ dense_act(h, a)[: down.shape[1]] + (0 if down_bias is None else down_bias)
+    h = x @ gate_up.T + (0 if gate_up_bias is None else gate_up_bias)
+    return dense_act(h, a)[:, : down.shape[1]] @ down.T + (0 if down_bias is None else down_bias)
 
 
 def dense_act(h: Any, a: Activation) -> np.ndarray:
