@@ -47,10 +47,9 @@ def check_params(params: MoEParams, config: MoEConfig, *, local: bool = True) ->
         if shared is not None:
             raise ShapeError("the parameters hold a shared expert but config.shared is None; set it or drop them")
         return
-    if (shared is None or shared.experts is None) != config.shared.fused and not (
-        config.shared.fused and shared is None
-    ):
-        have = "none" if shared is None or shared.experts is None else "one"
+    apart = shared is not None and shared.experts is not None
+    if apart == config.shared.fused:
+        have = "one" if apart else "none"
         raise ShapeError(
             f"config.shared.fused is {config.shared.fused} but the parameters hold {have} apart from the routed experts"
         )

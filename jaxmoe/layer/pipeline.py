@@ -13,7 +13,7 @@ from jaxmoe.dispatch.base import Dispatch
 from jaxmoe.dispatch.local import Local
 from jaxmoe.layer.checks import check_inputs, check_params
 from jaxmoe.layer.params import ExpertWeights, MoEParams
-from jaxmoe.layer.shared_experts import shared_gate, shared_mlp
+from jaxmoe.layer.shared_experts import everyone, shared_gate
 from jaxmoe.ops.gated_act import gated_act
 from jaxmoe.ops.grouped_gemm import grouped_gemm, row_alignment
 from jaxmoe.ops.permute import group_tokens, permute, unpermute
@@ -47,7 +47,8 @@ def moe(
       token_ids: int32 [...], needed by hash routing.
       valid: bool [...]; rows where it is False may hold anything, take no expert and come out as exactly 0.
       routing: ids and final weights [T, K] to use in place of the router's; ``routed_scaling_factor`` must
-        already be in the weights.
+        already be in the weights. Where the ids are known, one outside 0..E-1 or twice in a row is an error; when
+        traced, an id outside is no expert and a repeated one counts each time.
       transport: how tokens reach experts on other devices; None: all experts are here.
 
     Returns:
@@ -80,9 +81,8 @@ def moe(
     y = transport.combine(routed, dispatched)
 
     if params.shared is not None and params.shared.experts is not None:
-        y = y + shared_mlp(params.shared.experts, x, config, execution, gate=shared_gate(params.shared, x))
-    if valid is not None:
-        y = jnp.where(valid[:, None], y, 0)
+        all_tokens = everyone(params.shared, x, valid)
+        y = y + experts(params.shared.experts, x, all_tokens.ids, all_tokens.weights, config, execution)
     return y.astype(x.dtype).reshape(shape)
 
 
@@ -92,7 +92,7 @@ def experts(
     """The rooms between the transports: pre_permute, both GEMMs with the activation between them, post_permute.
 
     Args:
-      weights: El local experts.
+      weights: El local experts, in any format.
       x: [N, H], bf16 or f32; rows without an id may hold anything.
       ids: int32 [N, K], local expert ids, -1 for none.
       combine_weights: f32 [N, K].
@@ -107,14 +107,15 @@ def experts(
         alignment=execution.row_alignment or row_alignment(execution.backend),
         capacity=execution.masked_capacity,
     )
-    quant = config.weights.activation if execution.quantize_activations else None
+    quant = weights.gate_up.format.activation if execution.quantize_activations else None
     backend, valid = execution.backend, grouping.valid
+    by_row = "reference" if backend == "reference" else "auto"  # other names are the GEMMs' own
 
     rows = permute(x, grouping)
     if quant is not None:
-        rows = rows.with_rows(quantize(rows.values, quant, valid=valid, backend=backend))
+        rows = rows.with_rows(quantize(rows.values, quant, valid=valid, backend=by_row))
     h = grouped_gemm(rows, weights.gate_up, bias=weights.gate_up_bias, out_dtype=x.dtype, backend=backend)
-    a = gated_act(h, config.activation, quant=quant, valid=valid, backend=backend)
+    a = gated_act(h, config.activation, quant=quant, valid=valid, backend=by_row)
     y = grouped_gemm(rows.with_rows(a), weights.down, bias=weights.down_bias, out_dtype=x.dtype, backend=backend)
     return unpermute(y, grouping.slots, combine_weights, out_dtype=jnp.float32)
 

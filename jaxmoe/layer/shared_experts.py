@@ -1,16 +1,12 @@
-"""Experts that see every token, kept apart from the routed ones."""
+"""Experts that see every token."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.config import Execution, MoEConfig
-from jaxmoe.layer.params import ExpertWeights, SharedParams
-from jaxmoe.ops.gated_act import gated_act
-from jaxmoe.ops.grouped_gemm import grouped_gemm, row_alignment
-from jaxmoe.ops.quantize import quantize
-from jaxmoe.ops.rows import GroupedRows
+from jaxmoe.layer.params import SharedParams
+from jaxmoe.router import Routing
 
 Array = jax.Array
 
@@ -23,32 +19,18 @@ def shared_gate(shared: SharedParams | None, x: Array) -> Array | None:
     return jax.nn.sigmoid(logits)
 
 
-def shared_mlp(
-    weights: ExpertWeights, x: Array, config: MoEConfig, execution: Execution, *, gate: Array | None = None
-) -> Array:
-    """The shared experts' output, one expert of the grouped GEMM.
+def everyone(shared: SharedParams, x: Array, valid: Array | None = None) -> Routing:
+    """The routing of a shared expert kept apart: every valid token to the one expert of its stack.
 
     Args:
-      weights: stacks of one.
-      x: [T, H], bf16 or f32.
-      config, execution: of the layer.
-      gate: f32 [T] from :func:`shared_gate`, multiplied in; None is 1.
+      shared: the parameters.
+      x: [T, H].
+      valid: bool [T]; rows where it is False go nowhere.
 
     Returns:
-      f32 [T, H]. Rows do not depend on each other: a NaN row stays alone.
+      ids and weights [T, 1]; the weight is the sigmoid gate where there is one, else 1.
     """
-    fmt = config.shared_format
-    t = x.shape[0]
-    align = execution.row_alignment or row_alignment(execution.backend)
-    padded = jnp.pad(x, [(0, -t % align), (0, 0)])
-    quant = fmt.activation if execution.quantize_activations else None
-    backend, valid = execution.backend, jnp.arange(padded.shape[0]) < t
-
-    rows = GroupedRows(padded, jnp.full(1, t, jnp.int32), "psum", align)
-    if quant is not None:
-        rows = rows.with_rows(quantize(padded, quant, valid=valid, backend=backend))
-    h = grouped_gemm(rows, weights.gate_up, bias=weights.gate_up_bias, out_dtype=x.dtype, backend=backend)
-    a = gated_act(h, config.activation, quant=quant, valid=valid, backend=backend)
-    y = grouped_gemm(rows.with_rows(a), weights.down, bias=weights.down_bias, out_dtype=x.dtype, backend=backend)
-    y = y[:t].astype(jnp.float32)
-    return y if gate is None else gate[:, None] * y
+    gate = shared_gate(shared, x)
+    ids = jnp.zeros((x.shape[0], 1), jnp.int32)
+    weights = jnp.ones((x.shape[0], 1), jnp.float32) if gate is None else gate[:, None]
+    return Routing(ids if valid is None else jnp.where(valid[:, None], ids, -1), weights)

@@ -15,6 +15,7 @@ from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.layer.build import make_params
 from jaxmoe.layer.params import MoEParams
 from jaxmoe.layer.pipeline import moe
+from jaxmoe.ops.grouped_gemm import BACKENDS
 from jaxmoe.ops.shapes import Shape, routings
 from jaxmoe.quant.formats import BF16, FORMATS, MXFP8, FP8Block, WeightFormat
 from jaxmoe.router import Routing
@@ -186,10 +187,21 @@ def test_gradient_with_quantised_weights(rng: np.random.Generator) -> None:
     )
 
 
-def test_a_named_backend_never_falls_back() -> None:
-    config, params = marker_layer(2, 1)
-    with pytest.raises(ValueError, match="no backend 'cutlass'"):
-        moe(params, jnp.ones((1, 128), jnp.bfloat16), config, Execution(backend="cutlass"))
+def test_a_named_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is the GEMMs'; the ops around them, which may not know it, take their own."""
+
+    def declines(*_: object, **__: object) -> jax.Array:
+        raise NotImplementedError("this one cannot")
+
+    monkeypatch.setitem(BACKENDS, "cutlass", declines)
+    config, params = marker_layer(2, 1, weights=FP8Block)
+    x = jnp.ones((1, 128), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="this one cannot"):
+        moe(params, x, config, Execution(backend="cutlass"))
+    y = moe(params, x, config, Execution(backend=("cutlass", "reference"), row_alignment=8))
+    assert (y == moe(params, x, config, Execution(backend="reference"))).all()
+    with pytest.raises(ValueError, match="no backend 'triton'"):
+        moe(params, x, config, Execution(backend="triton"))
 
 
 ROUTING = Routing(jnp.zeros((2, 2), jnp.int32), jnp.ones((2, 2), jnp.float32))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.config import Activation
+from jaxmoe.ops.quantize import quantize
 from jaxmoe.quant.formats import ActivationQuant
 from jaxmoe.quant.tensors import QuantizedRows
 
@@ -22,8 +23,6 @@ def gated_act(
     y = _product(gate, up, activation)
     if quant is None:
         return y.astype(h.dtype)
-    from jaxmoe.ops.quantize import quantize
-
     return quantize(y if activation.keep_fp32 else y.astype(h.dtype), quant, valid=valid, backend="reference")
 
 
