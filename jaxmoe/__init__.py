@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxmoe.layer.params import MoEParams
     from jaxmoe.layer.pipeline import moe
     from jaxmoe.layer.plan import plan
+    from jaxmoe.ops.debug import debug
     from jaxmoe.quant.formats import BF16, MXFP4, MXFP8, FP8Block, FP8BlockUE8M0
     from jaxmoe.router import Routing, route
 
@@ -30,6 +31,7 @@ _HOME = {
     "SharedExperts": "jaxmoe.config",
     "MoEParams": "jaxmoe.layer.params",
     "Routing": "jaxmoe.router",
+    "debug": "jaxmoe.ops.debug",
     "moe": "jaxmoe.layer.pipeline",
     "plan": "jaxmoe.layer.plan",
     "route": "jaxmoe.router",
@@ -52,6 +54,7 @@ __all__ = [
     "SharedExperts",
     "__version__",
     "checkpoint",
+    "debug",
     "errors",
     "moe",
     "nn",

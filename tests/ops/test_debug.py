@@ -11,9 +11,10 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxmoe import debug
 from jaxmoe.cuda.arch import Arch
 from jaxmoe.cuda.target import target
-from jaxmoe.ops.debug import debug, debugging
+from jaxmoe.ops.debug import debugging
 from jaxmoe.ops.grouped_gemm import grouped_gemm
 from jaxmoe.ops.quantize import quantize
 from jaxmoe.ops.rows import GroupedRows
