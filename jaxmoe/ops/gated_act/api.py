@@ -10,13 +10,16 @@ import jax.numpy as jnp
 from jaxmoe.config import Activation
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.ops.backend import run
-from jaxmoe.ops.gated_act import reference
+from jaxmoe.ops.gated_act import pallas, reference
 from jaxmoe.quant.formats import ActivationQuant
 from jaxmoe.quant.tensors import QuantizedRows
 
 Array = jax.Array
 
-BACKENDS: dict[str, Callable[..., Array | QuantizedRows]] = {"reference": reference.gated_act}
+BACKENDS: dict[str, Callable[..., Array | QuantizedRows]] = {
+    "pallas": pallas.gated_act,
+    "reference": reference.gated_act,
+}
 """Implementations by name, best first: ``f(h, activation, *, quant, valid)``."""
 
 

@@ -16,6 +16,9 @@ from jaxmoe.quant.tensors import QuantizedRows
 
 Array = jax.Array
 
+TILE = mosaic.Tile(rows=16, units=4)
+"""``benchmarks/kernels.py --tiles`` compares it with others."""
+
 
 def gated_act(
     h: Array, activation: Activation, *, quant: ActivationQuant | None, valid: Array | None
@@ -31,7 +34,7 @@ def gated_act(
     mosaic.require_gpu()
     if quant is None:
         return _plain(h, valid, activation)
-    return gated_act_kernel(h, activation, quant, valid, mosaic.Tile())
+    return gated_act_kernel(h, activation, quant, valid, TILE)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "quant", "tile", "approximate"))
@@ -59,8 +62,10 @@ def gated_act_kernel(
         y = _product(gate, up, activation, approximate)
         return y if dtype is None else y.astype(dtype).astype(jnp.float32)
 
-    op = mosaic.RowOp((0, width), width, compute, h.dtype, quant, approximate)
-    return mosaic.run(op, h, valid, tile)
+    from jaxmoe.ops import mosaic_rows  # heavy to import
+
+    op = mosaic_rows.RowOp((0, width), width, compute, h.dtype, quant, approximate)
+    return mosaic_rows.run(op, h, valid, tile)
 
 
 def _product(gate: Array, up: Array, a: Activation, approximate: bool) -> Array:
@@ -91,7 +96,7 @@ def _sigmoid(x: Array, approximate: bool) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _plain(h: Array, valid: Array | None, activation: Activation) -> Array:
-    y = gated_act_kernel(h, activation, None, valid, mosaic.Tile())
+    y = gated_act_kernel(h, activation, None, valid, TILE)
     assert isinstance(y, jax.Array)
     return y
 

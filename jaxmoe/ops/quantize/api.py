@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.ops import backend as _backend
-from jaxmoe.ops.quantize import reference
+from jaxmoe.ops.quantize import pallas, reference
 from jaxmoe.quant.formats import ActivationQuant
 from jaxmoe.quant.tensors import QuantizedRows
 
 Array = jax.Array
 
-BACKENDS: dict[str, Callable[..., QuantizedRows]] = {"reference": reference.quantize}
+BACKENDS: dict[str, Callable[..., QuantizedRows]] = {"pallas": pallas.quantize, "reference": reference.quantize}
 
 
 def quantize(
