@@ -13,31 +13,65 @@ from tqdm import tqdm
 
 from jaxmoe.checkpoint.layer import FoundLayer
 from jaxmoe.checkpoint.slots import Projections, Stack
-from jaxmoe.config import MoEConfig
+from jaxmoe.config import Execution, MoEConfig
 from jaxmoe.errors import CheckpointError, FormatError, ShapeError
 from jaxmoe.layer.build import expert_weights
 from jaxmoe.layer.params import MoEParams, RouterParams, SharedParams
+from jaxmoe.layer.pipeline import moe
+from jaxmoe.layer.plan import Plan, plan
 from jaxmoe.quant.convert import convert
 from jaxmoe.quant.formats import WeightFormat
 from jaxmoe.quant.sharding import stack_experts
 from jaxmoe.quant.tensors import GroupedWeight
 from jaxmoe.quant.weights import from_canonical
+from jaxmoe.router import Routing
 
 Array = jax.Array
 _Triple = tuple[GroupedWeight, GroupedWeight, GroupedWeight]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LoadedMoE:
-    """A layer from a checkpoint.
+    """A layer from a checkpoint, ready to be called.
+
+    ``jax.jit(loaded)(x)`` works and bakes the weights into the program as constants: that suits small layers. For
+    large ones, and to share one program among layers of the same config, pass the parameters in::
+
+      run = jax.jit(jaxmoe.moe, static_argnames=("config", "execution"))
+      y = run(loaded.params, x, config=loaded.config, execution=loaded.execution)
 
     Attributes:
       config: what ``params`` are; of a shard, its own I (and all E experts, since the router knows them all).
-      params: the parameters of ``jaxmoe.moe``.
+      params: the parameters of :func:`jaxmoe.moe`.
+      execution: how a call runs.
     """
 
     config: MoEConfig
     params: MoEParams
+    execution: Execution = Execution()
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        token_ids: Array | None = None,
+        valid: Array | None = None,
+        routing: Routing | None = None,
+    ) -> Array:
+        """:func:`jaxmoe.moe` of this layer: y [..., H] of x [..., H]; arguments and errors are the same.
+
+        A layer of which only some ``experts`` were loaded refuses the call: its ids name experts elsewhere.
+        """
+        return moe(self.params, x, self.config, self.execution, token_ids=token_ids, valid=valid, routing=routing)
+
+    def plan(self, tokens: int, *, device: str | None = None) -> Plan:
+        """What a call with ``tokens`` tokens will do: see :func:`jaxmoe.plan`.
+
+        x is taken to be in the dtype of the weights, bf16 for quantised ones.
+        """
+        values = self.params.experts.gate_up.values
+        itemsize = 2 if self.config.weights.quantized else values.dtype.itemsize
+        return plan(self.config, tokens, self.execution, device=device, itemsize=itemsize)
 
 
 def load_config(path: str | Path, layer: int) -> MoEConfig:
@@ -61,6 +95,7 @@ def load_moe(
     tp: tuple[int, int] | None = None,
     fuse_shared: bool = False,
     allow_lossy: bool = False,
+    execution: Execution | None = None,
     progress: bool = True,
 ) -> LoadedMoE:
     """Loads one MoE layer. Weights stay in the checkpoint's format; only this layer's bytes are read.
@@ -79,6 +114,7 @@ def load_moe(
         start on, with zeros in place of what other ranks hold: exact, and less than two blocks wider.
       fuse_shared: shared experts become the last slots of the routed stack.
       allow_lossy: let a conversion change values; it then warns and reports them.
+      execution: how calls of the layer run; None is ``Execution()``.
       progress: show a bar, in matrices.
 
     Raises:
@@ -129,7 +165,8 @@ def load_moe(
     gate, up, down = stacks[0] if not slots else (stack_experts(parts) for parts in zip(*stacks, strict=True))
     routed = expert_weights(gate, up, down, **_biases(found, experts, cut, rank))
     params = MoEParams(_router(found), routed, shared)
-    return LoadedMoE(found.moe_config(fmt, shared_fmt, cut.width, shared_width, bool(slots)), params)
+    config = found.moe_config(fmt, shared_fmt, cut.width, shared_width, bool(slots))
+    return LoadedMoE(config, params, Execution() if execution is None else execution)
 
 
 def _check_tp(tp: tuple[int, int]) -> tuple[int, int]:

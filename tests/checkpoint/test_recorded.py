@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmoe
 from jaxmoe import BF16, Execution, FP8Block, FP8BlockUE8M0, moe
 from jaxmoe.checkpoint import load_config, load_moe, moe_layers
-from jaxmoe.quant.testing import calc_diff
+from jaxmoe.errors import ShapeError
+from jaxmoe.testing import calc_diff
 
 ROOT = pathlib.Path(__file__).parents[2]
 OWN = [ROOT / "examples/data/deepseek_v4_fp4", ROOT / "tests/data/deepseek_v3_fp8", ROOT / "tests/data/gpt_oss_mxfp4"]
@@ -42,6 +44,26 @@ def test_block_reproduces_recorded_output(path, layer):
     assert np.abs(exact - y).max() <= 1e-5 * np.abs(y).max()
     # Rows are quantised twice, before either GEMM, and the format's bound is for one.
     assert calc_diff(output(loaded, x, ids), y) < 2 * loaded.config.weights.max_diff
+
+
+def test_a_loaded_layer_is_called():
+    """Eagerly, jitted as it is, and with its parameters passed in: the same bits, as its own execution says."""
+    x, y, ids = recorded(OWN[0], 0)
+    loaded = load_moe(OWN[0], 0, execution=Execution(layout="masked", quantize_activations=False), progress=False)
+    got = np.asarray(jax.jit(loaded)(x, token_ids=ids))
+    assert np.abs(got - y).max() <= 1e-5 * np.abs(y).max()
+    np.testing.assert_array_equal(got, output(loaded, x, ids, layout="masked", quantize_activations=False))
+    valid = jnp.zeros(x.shape[:-1], bool)
+    assert (jax.jit(loaded)(x, token_ids=ids, valid=valid) == 0).all()
+    plan = loaded.plan(4096, device="H200")
+    assert (plan.layout, plan.tokens, plan.config) == ("masked", 4096, loaded.config)
+    assert plan == jaxmoe.plan(loaded.config, 4096, loaded.execution, device="H200")
+
+
+def test_a_shard_of_experts_is_not_called():
+    loaded = load_moe(OWN[2], 0, experts=range(2), progress=False)
+    with pytest.raises(ShapeError, match="gate_up holds 2 experts; the config says 8"):
+        loaded(jnp.ones((1, loaded.config.hidden), jnp.bfloat16))
 
 
 def test_weights_stay_quantised():
