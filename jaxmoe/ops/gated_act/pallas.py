@@ -60,7 +60,8 @@ def gated_act_kernel(
 
     def compute(gate: Array, up: Array) -> Array:
         y = _product(gate, up, activation, approximate)
-        return y if dtype is None else y.astype(dtype).astype(jnp.float32)
+        # The barrier has two roundings done by one packed instruction.
+        return y if dtype is None else lax.optimization_barrier(y.astype(dtype)).astype(jnp.float32)
 
     from jaxmoe.ops import mosaic_rows  # heavy to import
 
