@@ -41,17 +41,19 @@ def require_gpu() -> None:
         )
 
 
-def check(rows: int, *widths: int, tile: Tile) -> None:
+def check(shape: tuple[int, ...], width: int, tile: Tile) -> None:
     """Refuses what the row kernels cannot read.
 
     Args:
-      rows: M. widths: columns of every stripe that is read.
+      shape: [..., M, W] of what is read. width: columns of every stripe of it.
       tile: the rows of one tile are the fewest that work.
 
     Raises:
       BackendUnavailable: with the reason.
     """
-    if not all(widths) or any(w % UNIT for w in widths):
-        raise BackendUnavailable(f"widths {widths} must be positive multiples of {UNIT}; use backend='reference'")
-    if rows < tile.rows:
-        raise BackendUnavailable(f"{rows} rows are fewer than a tile's {tile.rows}; use backend='reference'")
+    if 0 in shape:
+        raise BackendUnavailable(f"there is nothing to compute for shape {shape}; use backend='reference'")
+    if width % UNIT:
+        raise BackendUnavailable(f"the width, {width}, must be a multiple of {UNIT}; use backend='reference'")
+    if shape[-2] < tile.rows:
+        raise BackendUnavailable(f"{shape[-2]} rows are fewer than a tile's {tile.rows}; use backend='reference'")

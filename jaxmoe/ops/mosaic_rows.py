@@ -34,6 +34,11 @@ _F32_MAX_BITS = 0x7F7FFFFF
 _SHIFT = 0x00FFFFFF
 _NEUTRAL_WORD = 0x7F7F7F7F
 
+_EVERYWHERE = plgpu.Layout.TILED(
+    plgpu.Tiling(((1,),)), warp_dims=(plgpu.Replicated(4),), lane_dims=(plgpu.Replicated(32),), vector_dim=-1
+)
+"""Every thread holds everything, so that a reduction is no exchange."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RowOp:
@@ -70,7 +75,7 @@ def run(op: RowOp, x: Array, valid: Array | None, tile: Tile) -> Array | Quantiz
     """Runs a row kernel.
 
     Args:
-      op: what to compute; its functions must be the same objects from call to call.
+      op: what to compute.
       x: [..., M, W].
       valid: bool [..., M]; other rows become 0 with scales 1 and are read only if their tile has a valid one.
       tile: see :class:`Tile`.
@@ -84,8 +89,7 @@ def run(op: RowOp, x: Array, valid: Array | None, tile: Tile) -> Array | Quantiz
     split = (lambda n: (n // block, block)) if block else (lambda n: (n,))
     operands = [x.reshape(e, m, *split(w))]
     if valid is not None:
-        mask = valid.reshape(e, m).astype(jnp.int32)
-        operands += [mask, _per_tile(mask, tile.rows)]
+        operands.append(valid.reshape(e, m).astype(jnp.int32))
     columns = op.units * UNIT
     out = [jax.ShapeDtypeStruct((e, m, *split(columns)), jnp.float8_e4m3fn if quant else op.out_dtype)]
     ma = -(-m // 4) * 4
@@ -124,18 +128,8 @@ def run(op: RowOp, x: Array, valid: Array | None, tile: Tile) -> Array | Quantiz
     return QuantizedRows(values, scales, quant)
 
 
-def _per_tile(mask: Array, rows: int) -> Array:
-    """Valid rows of each tile, int32 [E, tiles]; the last tile ends with the array and may overlap the one before."""
-    e, m = mask.shape
-    full = m // rows
-    counts = mask[:, : full * rows].reshape(e, full, rows).sum(-1)
-    if m % rows:
-        counts = jnp.concatenate([counts, mask[:, m - rows :].sum(-1, keepdims=True)], axis=1)
-    return counts
-
-
 def _body(x: Ref, *refs: Ref, op: RowOp, tile: Tile, masked: bool) -> None:
-    mask, counts, refs = (refs[0], refs[1], refs[2:]) if masked else (None, None, refs)
+    mask, refs = (refs[0], refs[1:]) if masked else (None, refs)
     outputs, scratch = (refs[:2], refs[2:]) if op.quant else (refs[:1], refs[1:])
     m, rows = x.shape[1], tile.rows
     across, down = -(-op.units // tile.units), -(-m // rows)
@@ -146,13 +140,12 @@ def _body(x: Ref, *refs: Ref, op: RowOp, tile: Tile, masked: bool) -> None:
     work = _Work(op, tile, x, outputs, scratch, e, window, column * tile.units)
 
     def emit(units: int, real: int) -> None:
-        def compute() -> None:
-            work.compute(units, real, None if mask is None else mask.at[e, window])
-
-        if counts is None:
-            compute()
+        if mask is None:
+            work.compute(units, real, None)
         else:
-            lax.cond(counts[e, row] > 0, compute, lambda: work.fill(units))
+            here = mask.at[e, window]
+            some = jnp.max(plgpu.load(here, layout=_EVERYWHERE, optimized=False)) > 0
+            lax.cond(some, lambda: work.compute(units, real, here), lambda: work.fill(units))
 
     before = (across - 1) * tile.units
     last = (op.units - before, op.width // UNIT - before)

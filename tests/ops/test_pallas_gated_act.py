@@ -90,7 +90,7 @@ def test_lowers(
 
 
 def test_refusals() -> None:
-    for shape, words in (((32, 160), "multiples of 64"), ((8, 256), "8 rows are fewer")):
+    for shape, words in (((32, 160), "multiple of 64"), ((8, 256), "8 rows are fewer")):
         with pytest.raises(BackendUnavailable, match=words):
             gated_act_kernel(jnp.zeros(shape), Activation(), None, None, TILE)
 

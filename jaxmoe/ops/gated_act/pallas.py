@@ -54,7 +54,7 @@ def gated_act_kernel(
       approximate: False takes the exponential and the division of the C library; ``situ`` always does.
     """
     width = h.shape[-1] // 2
-    mosaic.check(h.shape[-2], width, tile=tile)
+    mosaic.check(h.shape, width, tile)
     approximate = approximate and activation.kind != "situ"
     dtype = None if activation.keep_fp32 or quant is None else h.dtype
 

@@ -30,7 +30,7 @@ def quantize(x: Array, quant: ActivationQuant, *, valid: Array | None = None) ->
 def quantize_kernel(x: Array, quant: ActivationQuant, valid: Array | None, tile: mosaic.Tile) -> QuantizedRows:
     """The kernel with a tile of one's choice, on whatever device the program is for."""
     k = x.shape[-1]
-    mosaic.check(x.shape[-2], k, tile=tile)
+    mosaic.check(x.shape, k, tile)
     from jaxmoe.ops import mosaic_rows  # heavy to import
 
     rows = mosaic_rows.run(mosaic_rows.RowOp((0,), k, _same, None, quant), x, valid, tile)
