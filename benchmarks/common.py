@@ -17,12 +17,15 @@ _MIN_SECONDS = 0.05
 
 
 def seconds(f: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
-    """Median time of one call of jitted ``f``: batches of back-to-back calls of at least 50 ms, after a warm-up."""
+    """Median time of one call of jitted ``f``: batches of about 50 ms of back-to-back calls, after a warm-up.
+
+    Calls are asynchronous, so this is the device's time as long as it is above what the host needs to dispatch one
+    (about 50 µs).
+    """
     jax.block_until_ready(f(*args))
     start = time.perf_counter()
     jax.block_until_ready(f(*args))
-    calls = max(3, int(_MIN_SECONDS / max(time.perf_counter() - start, 1e-6)))
-    calls = min(calls, 2000)
+    calls = min(max(1, int(_MIN_SECONDS / max(time.perf_counter() - start, 1e-6))), 2000)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -31,29 +34,6 @@ def seconds(f: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
         jax.block_until_ready(out)
         times.append((time.perf_counter() - start) / calls)
     return statistics.median(times)
-
-
-def chained(f: Callable[..., Any], inner: int) -> Callable[..., Any]:
-    """Jitted ``f`` run ``inner`` times inside one program, so that the host's share of a call vanishes.
-
-    Each run depends on the one before through its first argument, which an optimisation barrier ties to the last
-    result; nothing is computed in between.
-    """
-
-    @jax.jit
-    def run(first: Any, *rest: Any) -> Any:
-        out = f(first, *rest)
-        for _ in range(inner - 1):
-            first, _ = jax.lax.optimization_barrier((first, out))
-            out = f(first, *rest)
-        return out
-
-    return run
-
-
-def kernel_seconds(f: Callable[..., Any], *args: Any, inner: int = 16) -> float:
-    """Median device time of ``f`` inside a jitted program."""
-    return seconds(chained(f, inner), *args) / inner
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common, peers
+from jaxmoe.cuda import cubin_cache, target
 from jaxmoe.ops.grouped_gemm import grouped_gemm
+from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call
 from jaxmoe.ops.quantize import quantize
 from jaxmoe.ops.rows import GroupedRows
 from jaxmoe.ops.shapes import MODELS, Spread, group_sizes
@@ -57,6 +60,11 @@ class Case:
         )
 
     @property
+    def masked(self) -> bool:
+        """Decode with even routing runs masked, everything else psum."""
+        return self.phase == "decode" and self.spread == "even"
+
+    @property
     def counts(self) -> np.ndarray:
         """Rows per expert: each rank sends and gets as many rows on average."""
         return group_sizes(self.spread, self.sizes[0], TOKENS[self.phase] * MODELS[self.model].top_k)
@@ -86,25 +94,13 @@ def make_rows(tight: jax.Array, counts: np.ndarray, layout: str, fmt: WeightForm
     total = int(np.prod(shape))
     rows = jnp.zeros((total, tight.shape[1]), tight.dtype).at[places].set(tight).reshape(*shape, -1)
     if fmt.activation is not None:
-        rows = jax.jit(quantize, static_argnums=1)(rows, fmt.activation)
+        rows = _quantize_rows(rows, fmt.activation)
     return GroupedRows(rows, jnp.asarray(group), layout, ALIGNMENT)  # pyright: ignore[reportArgumentType]
 
 
-def ours(rows: GroupedRows, weight: GroupedWeight, expected_m: int) -> Callable[..., jax.Array]:
-    """The GEMM as a function of its first operand, so that runs can be chained."""
-
-    def run(first: Any, rest: Any, weight: GroupedWeight) -> jax.Array:
-        data = QuantizedRows(first, rest[0], rows.rows.quant) if isinstance(rows.rows, QuantizedRows) else first
-        grouped = GroupedRows(data, rest[1], rows.layout, rows.alignment)
-        return grouped_gemm(grouped, weight, expected_m=expected_m, backend="deepgemm")
-
-    return run
-
-
-def operands(rows: GroupedRows, weight: GroupedWeight) -> tuple[Any, ...]:
-    """What :func:`ours` takes."""
-    scales = rows.rows.scales if isinstance(rows.rows, QuantizedRows) else None
-    return rows.values, (scales, rows.group), weight
+def ours(expected_m: int) -> Callable[[GroupedRows, GroupedWeight], jax.Array]:
+    """The kernel, jitted."""
+    return jax.jit(lambda rows, weight: grouped_gemm(rows, weight, expected_m=expected_m, backend="deepgemm"))
 
 
 def rate(case: Case, weight: GroupedWeight, seconds: float) -> str:
@@ -113,6 +109,23 @@ def rate(case: Case, weight: GroupedWeight, seconds: float) -> str:
     if case.phase == "prefill":
         return f"{2 * int(case.counts.sum()) * n * k / seconds / 1e12:.0f} TFLOP/s"
     return f"{weight.nbytes / e * int((case.counts > 0).sum()) / seconds / 1e9:.0f} GB/s"
+
+
+def compile_kernels(cases: list[Case], against: list[Case]) -> None:
+    """Compiles every kernel the cases need, side by side, before anything is timed."""
+    found = set()
+    wanted = [(case, "masked" if case.masked else "psum") for case in cases]
+    wanted += [(case, "contiguous" if case.phase == "prefill" else "masked") for case in against]
+    for case, layout in wanted:
+        e, n, k = case.sizes
+        shape, _, _ = grouping(case.counts, layout)
+        for fmt in (BF16, FP8Block):
+            call = gemm_call(fmt, layout, target.current(), alignment=ALIGNMENT, expected_m=expected(case))  # pyright: ignore[reportArgumentType]
+            k = -(-k // fmt.k_multiple) * fmt.k_multiple
+            a, b = jax.ShapeDtypeStruct((*shape, k), jnp.uint8), jax.ShapeDtypeStruct((e, n, k), jnp.uint8)
+            planned = call.plan((a, None, b) if call.scaled else (a, b))
+            found |= {planned[0]} if planned else set()
+    cubin_cache.ensure(list(found), progress=sys.stderr.isatty())
 
 
 def attempt(peer: Callable[..., float], *args: Any) -> float | None:
@@ -129,29 +142,28 @@ def expected(case: Case) -> int:
     return max(1, -(-int(case.counts.sum()) // case.sizes[0]))
 
 
-def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
+def run_cases(cases: list[Case], deadline: float) -> list[dict[str, Any]]:
     """Ours in bf16 and fp8 against the JAX peers; a layer's weights are made once for its cases."""
     results = []
-    weights: dict[Any, tuple[GroupedWeight, GroupedWeight]] = {}
+    weights: dict[Any, dict[WeightFormat, GroupedWeight]] = {}
     for case in cases:
+        if time.monotonic() > deadline:
+            print(f"out of time: {len(cases) - len(results)} of {len(cases)} cases were not run, from {case} on")
+            break
         e, n, k = case.sizes
         if case.sizes not in weights:
             weights.clear()
-            dense = jax.random.normal(jax.random.key(1), (e, n, k), jnp.bfloat16)
-            weights[case.sizes] = (
-                GroupedWeight(dense, None, BF16, k),
-                jax.jit(quantize_weight, static_argnums=1)(dense, FP8Block),
-            )
+            weights[case.sizes] = make_weights(e, n, k)
         tight = jax.random.normal(jax.random.key(0), (int(case.counts.sum()), k), jnp.bfloat16)
-        layout = "masked" if case.phase == "decode" and case.spread == "even" else "psum"
+        layout = "masked" if case.masked else "psum"
         row = dataclasses.asdict(case) | {"layout": layout}
-        for fmt, weight in zip((BF16, FP8Block), weights[case.sizes], strict=True):
+        for fmt, weight in weights[case.sizes].items():
             rows = make_rows(tight, case.counts, layout, fmt)
-            row[fmt.name] = common.kernel_seconds(ours(rows, weight, expected(case)), *operands(rows, weight), inner=8)
+            row[fmt.name] = common.seconds(ours(expected(case)), rows, weight)
             row[f"{fmt.name} rate"] = rate(case, weight, row[fmt.name])
         sizes = jnp.asarray(case.counts)
         for peer in (peers.ragged_dot, peers.mosaic, peers.tokamax):
-            row[peer.__name__] = attempt(peer, tight, weights[case.sizes][0].values, sizes)
+            row[peer.__name__] = attempt(peer, tight, weights[case.sizes][BF16].values, sizes)
         results.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
     return results
@@ -159,58 +171,49 @@ def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
 
 def against_torch(cases: list[Case]) -> list[dict[str, Any]]:
     """Bits and time against the torch package, contiguous for prefill and masked for decode."""
-    torch_gemm = peers.TorchDeepGEMM()
+    peer = peers.TorchDeepGEMM()
     results = []
     for case in cases:
         e, n, k = case.sizes
         layout = "contiguous" if case.phase == "prefill" else "masked"
-        dense = jax.random.normal(jax.random.key(1), (e, n, k), jnp.bfloat16)
         tight = jax.random.normal(jax.random.key(0), (int(case.counts.sum()), k), jnp.bfloat16)
-        for fmt in (BF16, FP8Block):
-            weight = (
-                GroupedWeight(dense, None, BF16, k)
-                if fmt is BF16
-                else jax.jit(quantize_weight, static_argnums=1)(dense, fmt)
-            )
+        for fmt, weight in make_weights(e, n, k).items():
             rows = make_rows(tight, case.counts, layout, fmt)
-            args = operands(rows, weight)
-            run = ours(rows, weight, expected(case))
-            mine = np.asarray(jax.lax.bitcast_convert_type(jax.jit(run)(*args), jnp.int16))
-            call, out = torch_gemm.grouped(
-                layout, args[0], args[1][0], weight.values, weight.scales, rows.group, expected(case)
+            scales = rows.rows.scales if isinstance(rows.rows, QuantizedRows) else None
+            run = ours(expected(case))
+            mine = np.asarray(jax.lax.bitcast_convert_type(run(rows, weight), jnp.int16))
+            call, out = peer.grouped(
+                layout, rows.values, scales, weight.values, weight.scales, rows.group, expected(case)
             )
             call()
-            valid = (
-                np.arange(mine.shape[1]) < case.counts[:, None] if layout == "masked" else np.asarray(rows.group) >= 0
-            )
-            same = bool(np.array_equal(mine[valid], torch_gemm.bytes_of(out)[valid]))
-            chained = common.chained(run, 16)
-            pairs = [
-                (common.seconds(chained, *args, repeats=1) / 16, torch_gemm.seconds(call, repeats=1)) for _ in range(7)
-            ]
-            seconds, theirs = (float(np.median(column)) for column in zip(*pairs, strict=True))
-            row = dataclasses.asdict(case) | {
-                "layout": layout,
-                "format": fmt.name,
-                "bit-equal": same,
-                "ours": seconds,
-                "torch": theirs,
-            }
-            results.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
+            count = case.counts[:, None]
+            valid = np.arange(mine.shape[1]) < count if layout == "masked" else np.asarray(rows.group) >= 0
+            same = bool(np.array_equal(mine[valid], peer.bytes_of(out)[valid]))
+            # In turns, so that a drift of the clock meets both.
+            pairs = [(common.seconds(run, rows, weight, repeats=1), peer.seconds(call, repeats=1)) for _ in range(7)]
+            mine_s, torch_s = (float(np.median(column)) for column in zip(*pairs, strict=True))
+            row = {"layout": layout, "format": fmt.name, "bit-equal": same, "ours": mine_s, "torch": torch_s}
+            results.append(dataclasses.asdict(case) | row)
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     return results
+
+
+def make_weights(e: int, n: int, k: int) -> dict[WeightFormat, GroupedWeight]:
+    """Random weights in both formats."""
+    dense = jax.random.normal(jax.random.key(1), (e, n, k), jnp.bfloat16)
+    return {BF16: GroupedWeight(dense, None, BF16, k), FP8Block: _quantize_weight(dense, FP8Block)}
+
+
+_quantize_weight = jax.jit(quantize_weight, static_argnums=1)
+_quantize_rows = jax.jit(quantize, static_argnums=1)
 
 
 def decode_bar() -> dict[str, Any]:
     """E32, 8 rows each, N 4096, K 7168, masked fp8: how fast the weights are read."""
     e, n, k, counts = 32, 4096, 7168, np.full(32, 8, np.int32)
-    weight = jax.jit(quantize_weight, static_argnums=1)(
-        jax.random.normal(jax.random.key(1), (e, n, k), jnp.bfloat16), FP8Block
-    )
-    rows = make_rows(
-        jax.random.normal(jax.random.key(0), (int(counts.sum()), k), jnp.bfloat16), counts, "masked", FP8Block
-    )
-    seconds = common.kernel_seconds(ours(rows, weight, 8), *operands(rows, weight), inner=32)
+    weight = make_weights(e, n, k)[FP8Block]
+    tight = jax.random.normal(jax.random.key(0), (int(counts.sum()), k), jnp.bfloat16)
+    seconds = common.seconds(ours(8), make_rows(tight, counts, "masked", FP8Block), weight)
     return {"us": seconds * 1e6, "GB/s": weight.nbytes / seconds / 1e9}
 
 
@@ -238,70 +241,66 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--quick", action="store_true", help="even routing only")
     parser.add_argument("--no-torch", action="store_true", help="leave the torch package out")
+    parser.add_argument("--seconds", type=float, default=3600, help="start no further case after this long")
     parser.add_argument("--json", help="write every figure to this file")
     options = parser.parse_args()
-    print(common.machine())
-    copy, matmul = common.copy_rate(), common.matmul_rate()
-    print(f"ceilings measured here: copy {copy / 1e9:.0f} GB/s, XLA bf16 matmul {matmul / 1e12:.0f} TFLOP/s")
-    figures: dict[str, Any] = {"machine": common.machine(), "copy": copy, "matmul": matmul}
-    host, bar = host_microseconds(), decode_bar()
-    print(f"host: {host['us per call']:.2f} µs per call in a chain inside jit")
-    print(f"masked fp8 decode, E32, 8 rows each, N4096, K7168: {bar['us']:.1f} µs, weights at {bar['GB/s']:.0f} GB/s")
-    figures |= {"host": host, "decode": bar}
-    if not options.no_torch:
-        some = [m for m in ("deepseek-v3", "qwen3-30b-a3b") if m in options.models]
-        cases = [
-            Case(m, g, p, "skewed" if p == "prefill" else "even")
-            for m in some
-            for g in ("gate_up", "down")
-            for p in TOKENS
-        ]
-        rows = figures["torch"] = against_torch(cases)
-        header = ("case", "format", "layout", "bit-equal", "ours µs", "torch µs", "torch / ours")
-        print(
-            "\nagainst the torch package sgl-deep-gemm, same buffers\n"
-            + common.table(
-                header,
-                [
-                    (
-                        f"{r['model']} {r['gemm']} {r['phase']}",
-                        r["format"],
-                        r["layout"],
-                        r["bit-equal"],
-                        r["ours"] * 1e6,
-                        r["torch"] * 1e6,
-                        r["torch"] / r["ours"],
-                    )
-                    for r in rows
-                ],
-            )
-        )
+    deadline = time.monotonic() + options.seconds
     spreads: tuple[Spread, ...] = ("even",) if options.quick else ("even", "skewed")
     cases = [Case(m, g, p, s) for m in options.models for g in ("gate_up", "down") for p in TOKENS for s in spreads]
-    rows = figures["cases"] = run_cases(cases)
-    names = ("ragged_dot", "mosaic", "tokamax")
-    header = ("case", "layout", "bf16 µs", "bf16 rate", "fp8 µs", "fp8 rate", *(f"{name} / bf16" for name in names))
+    against = [
+        Case("deepseek-v3", g, p, "skewed" if p == "prefill" else "even") for g in ("gate_up", "down") for p in TOKENS
+    ]
+    figures: dict[str, Any] = {"machine": common.machine()}
+    print(figures["machine"])
+    compile_kernels(cases, [] if options.no_torch else against)
+    figures |= {
+        "copy": common.copy_rate(),
+        "matmul": common.matmul_rate(),
+        "host": host_microseconds(),
+        "decode": decode_bar(),
+    }
+    print(f"ceilings: copy {figures['copy'] / 1e9:.0f} GB/s, XLA bf16 matmul {figures['matmul'] / 1e12:.0f} TFLOP/s")
+    print(f"host: {figures['host']['us per call']:.2f} µs per call in a chain inside jit")
+    decode = figures["decode"]
     print(
-        "\nours, and each JAX peer's bf16 time over ours\n"
-        + common.table(
-            header,
-            [
-                (
-                    f"{r['model']} {r['gemm']} {r['phase']} {r['spread']}",
-                    r["layout"],
-                    r["BF16"] * 1e6,
-                    r["BF16 rate"],
-                    r["FP8Block"] * 1e6,
-                    r["FP8Block rate"],
-                    *(None if r[name] is None else r[name] / r["BF16"] for name in names),
-                )
-                for r in rows
-            ],
-        )
+        f"masked fp8 decode, E32, 8 rows each, N4096, K7168: {decode['us']:.1f} µs, weights {decode['GB/s']:.0f} GB/s"
     )
+    if not options.no_torch:
+        figures["torch"] = against_torch(against)
+        print(torch_table(figures["torch"]))
+    figures["cases"] = run_cases(cases, deadline)
+    print(peer_table(figures["cases"]))
     if options.json:
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=1)
+
+
+def torch_table(rows: list[dict[str, Any]]) -> str:
+    """Ours beside the torch package's."""
+    header = ("case", "format", "layout", "bit-equal", "ours µs", "torch µs", "torch / ours")
+    cells = [
+        (label(r), r["format"], r["layout"], r["bit-equal"], r["ours"] * 1e6, r["torch"] * 1e6, r["torch"] / r["ours"])
+        for r in rows
+    ]
+    return "\nagainst the torch package sgl-deep-gemm, same buffers\n" + common.table(header, cells)
+
+
+def peer_table(rows: list[dict[str, Any]]) -> str:
+    """Ours, and how many times as long each JAX peer takes in bf16."""
+    names = ("ragged_dot", "mosaic", "tokamax")
+    header = ("case", "layout", "bf16 µs", "bf16 rate", "fp8 µs", "fp8 rate", *(f"{name} / bf16" for name in names))
+    cells = []
+    for r in rows:
+        ours = [value for f in ("BF16", "FP8Block") for value in (r[f] * 1e6, r[f"{f} rate"])]
+        cells.append(
+            (label(r), r["layout"], *ours, *(None if r[name] is None else r[name] / r["BF16"] for name in names))
+        )
+    return "\nours, and each JAX peer's bf16 time over ours\n" + common.table(header, cells)
+
+
+def label(row: dict[str, Any]) -> str:
+    """A case in a few words."""
+    return f"{row['model']} {row['gemm']} {row['phase']} {row['spread']}"
 
 
 if __name__ == "__main__":

@@ -9,46 +9,52 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import kernel_seconds
+from benchmarks.common import seconds as time_of
 
 Array = jax.Array
 
 
 def ragged_dot(rows: Array, weight: Array, sizes: Array) -> float:
     """Seconds of ``jax.lax.ragged_dot`` on bf16 rows [M, K] sorted by expert, weight [E, N, K]."""
-    return kernel_seconds(lambda x, w, s: jax.lax.ragged_dot(x, w.mT, s), rows, weight, sizes, inner=2)
+    return time_of(_ragged_dot, rows, weight, sizes, repeats=3)
+
+
+@jax.jit
+def _ragged_dot(x: Array, w: Array, s: Array) -> Array:
+    return jax.lax.ragged_dot(x, w.mT, s)
+
+
+# (block_m, block_n, max_concurrent_steps, grid_block_n): the first for many rows per expert, the last for few.
+_MOSAIC = ((128, 128, 4, 4), (64, 128, 6, 8), (64, 64, 6, 8))
 
 
 def mosaic(rows: Array, weight: Array, sizes: Array) -> float:
-    """Seconds of JAX's own Mosaic GPU grouped GEMM, the best of a few configurations."""
+    """Seconds of JAX's own Mosaic GPU grouped GEMM, the best of the configurations that suit the number of rows."""
+    many = rows.shape[0] >= 128 * weight.shape[0]
+    fitting = [c for c in (_MOSAIC[:2] if many else _MOSAIC[1:]) if weight.shape[1] % c[1] == 0]
+    if not fitting:
+        raise ValueError(f"no configuration for N = {weight.shape[1]}")
+    return min(time_of(_mosaic(*c), rows, weight, sizes, repeats=3) for c in fitting)
+
+
+@functools.cache
+def _mosaic(block_m: int, block_n: int, steps: int, grid: int) -> Callable[..., Array]:
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
-    best = float("inf")
-    reason: Exception | None = None
-    for block_m, block_n, steps, grid in ((128, 128, 4, 4), (64, 128, 6, 8), (64, 64, 6, 8)):
-        if weight.shape[1] % block_n:
-            continue
-        config = dict(block_m=block_m, block_n=block_n, block_k=64, max_concurrent_steps=steps, grid_block_n=grid)
-        try:
-            call = functools.partial(ragged_dot_mgpu.ragged_dot, transpose_rhs=True, **config)
-            best = min(
-                best, kernel_seconds(lambda x, w, s, call=call: call(x, w, group_sizes=s), rows, weight, sizes, inner=4)
-            )
-        except Exception as error:
-            reason = error
-    if best == float("inf"):
-        raise RuntimeError(f"no configuration runs: {reason}")
-    return best
+    config = dict(block_m=block_m, block_n=block_n, block_k=64, max_concurrent_steps=steps, grid_block_n=grid)
+    return jax.jit(lambda x, w, s: ragged_dot_mgpu.ragged_dot(x, w, group_sizes=s, transpose_rhs=True, **config))
 
 
 def tokamax(rows: Array, weight: Array, sizes: Array) -> float:
     """Seconds of tokamax's ragged_dot as installed, without autotuning."""
+    return time_of(_tokamax(), rows, weight, sizes, repeats=3)
+
+
+@functools.cache
+def _tokamax() -> Callable[..., Array]:
     import tokamax
 
-    def call(x: Array, w: Array, s: Array) -> Array:
-        return tokamax.ragged_dot(x, w.mT, s, implementation="mosaic")
-
-    return kernel_seconds(call, rows, weight, sizes, inner=2)
+    return jax.jit(lambda x, w, s: tokamax.ragged_dot(x, w.mT, s, implementation="mosaic"))
 
 
 class TorchDeepGEMM:
