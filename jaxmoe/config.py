@@ -121,7 +121,9 @@ class Activation:
     def __post_init__(self) -> None:
         _choice("activation kind", self.kind, ActivationKind)
         if (self.kind in ("clamped", "oai")) != (self.limit is not None):
-            raise ValueError(f"activation {self.kind!r} with limit {self.limit}: a limit goes with 'clamped' and 'oai' only")
+            raise ValueError(
+                f"activation {self.kind!r} with limit {self.limit}: a limit goes with 'clamped' and 'oai' only"
+            )
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"activation limit is {self.limit}; it must be above 0")
 
@@ -213,12 +215,13 @@ class Execution:
     """How a layer runs; never changes what it means beyond the format's tolerance.
 
     Attributes:
-      backend: ``"auto"``, a backend's name, or names in order. A named backend never falls back.
-      layout: how rows are grouped for the GEMMs; ``"auto"`` takes psum for prefill and masked for decode.
+      backend: of the GEMMs: ``"auto"``, a backend's name, or names in order. A named backend never falls back. The
+        other rooms run ``auto``, unless it is ``"reference"``, which goes for all.
+      layout: how rows are grouped for the GEMMs; ``"auto"`` is psum, whatever T.
       masked_capacity: rows per expert of the masked layout; None takes T (never fewer: nothing is dropped).
       row_alignment: rows each expert starts at a multiple of; None takes what the backend needs.
       quantize_activations: False runs quantised weights dequantised, on unquantised rows (the exact oracle).
-      deterministic: bits that do not depend on batch size, rank or neighbours.
+      deterministic: a token's bits do not depend on batch size, position, rank or neighbours.
     """
 
     backend: str | tuple[str, ...] = "auto"

@@ -48,7 +48,7 @@ class LoadedMoE:
 
     config: MoEConfig
     params: MoEParams
-    execution: Execution = Execution()
+    execution: Execution = dataclasses.field(default_factory=Execution)
 
     def __call__(
         self,

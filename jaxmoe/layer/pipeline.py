@@ -47,8 +47,8 @@ def moe(
       token_ids: int32 [...], needed by hash routing.
       valid: bool [...]; rows where it is False may hold anything, take no expert and come out as exactly 0.
       routing: ids and final weights [T, K] to use in place of the router's; ``routed_scaling_factor`` must
-        already be in the weights. Where the ids are known, one outside 0..E-1 or twice in a row is an error; when
-        traced, an id outside is no expert and a repeated one counts each time.
+        already be in the weights. A repeated id counts each time. Where the ids are known, one outside -1..E-1 is an
+        error; when traced, it is no expert.
       transport: how tokens reach experts on other devices; None: all experts are here.
 
     Returns:
@@ -67,13 +67,15 @@ def moe(
         valid = valid.reshape(-1)
         x = jnp.where(valid[:, None], x, jnp.zeros((), x.dtype))
 
+    deterministic = execution.deterministic
     if routing is None:
         tokens = None if token_ids is None else token_ids.reshape(-1)
-        routing = route(params.router, x, config.router, token_ids=tokens, valid=valid)
+        routing = route(params.router, x, config.router, token_ids=tokens, valid=valid, deterministic=deterministic)
     elif valid is not None:
-        routing = Routing(jnp.where(valid[:, None], routing.ids, -1), routing.weights)
+        ids = jnp.where(valid[:, None], routing.ids, -1)
+        routing = Routing(ids, jnp.where(ids >= 0, routing.weights, 0.0))
     if config.fused_slots:
-        gate = shared_gate(params.shared, x)
+        gate = shared_gate(params.shared, x, deterministic=deterministic)
         routing = append_shared_slots(routing, config.router.num_experts, config.fused_slots, gate, valid)
 
     dispatched = transport.dispatch(x, routing.ids, routing.weights)
@@ -81,8 +83,11 @@ def moe(
     y = transport.combine(routed, dispatched)
 
     if params.shared is not None and params.shared.experts is not None:
-        all_tokens = everyone(params.shared, x, valid)
-        y = y + experts(params.shared.experts, x, all_tokens.ids, all_tokens.weights, config, execution)
+        all_tokens = everyone(params.shared, x, valid, deterministic=deterministic)
+        shared = experts(params.shared.experts, x, all_tokens.ids, all_tokens.weights, config, execution)
+        if deterministic:  # as one loop with what makes them, the compiler may contract these additions, by size
+            y, shared = jax.lax.optimization_barrier((y, shared))
+        y = y + shared
     return y.astype(x.dtype).reshape(shape)
 
 

@@ -12,11 +12,10 @@ from jaxmoe.router.grouped import grouped_keys
 from jaxmoe.router.hash import lookup
 from jaxmoe.router.routing import Routing
 from jaxmoe.router.scores import row_sum, scores, softmax
+from jaxmoe.router.tiles import by_tiles
 from jaxmoe.router.topk import order_keys, top_k_of_keys
 
 Array = jax.Array
-
-_TILE = 64  # rows of one product in deterministic mode
 
 
 def route(
@@ -32,8 +31,7 @@ def route(
     """Chooses K experts per token and the weights of their outputs.
 
     Ids of a row are distinct and in [0, E) whatever the logits hold; NaN ranks last and ties go to the lowest id.
-    Weights come from the unbiased scores and are differentiable; the choice is not. A row's result depends on
-    its logits only, to the bit; see ``deterministic`` for the logits.
+    Weights come from the unbiased scores and are differentiable; the choice is not.
 
     Args:
       params: the router's parameters; ``kernel`` is unused when ``logits`` are given.
@@ -43,14 +41,28 @@ def route(
         added to them.
       token_ids: integers [T], for hash routing; one outside the table means no expert.
       valid: bool [T]; False rows (padding) get ids -1 and weights 0, whatever they hold.
-      deterministic: run the router GEMM in tiles of a fixed number of rows, so that a row's logits do not depend
-        on T to the bit (matrix products of other sizes may add up in another order). Slower.
+      deterministic: route in tiles of a fixed number of rows, so that not a bit of a row's result depends on T or on
+        other rows. Slower.
 
     Raises:
       ShapeError, FormatError: an input does not fit the config.
       ValueError: token ids, a bias or a table is missing, or there though the config has no use for it.
     """
     check_inputs(params, x, config, logits, token_ids, valid)
+    rows = x if logits is None else None, logits, token_ids, valid
+    if deterministic:
+        return by_tiles(lambda *tile: _route(params, config, *tile), *rows)
+    return _route(params, config, *rows)
+
+
+def _route(
+    params: RouterParams,
+    config: RouterConfig,
+    x: Array | None,
+    logits: Array | None,
+    token_ids: Array | None,
+    valid: Array | None,
+) -> Routing:
     ids = None
     if config.hash_routing:
         assert params.tid2eid is not None and token_ids is not None
@@ -60,7 +72,9 @@ def route(
     # Rows that go nowhere are zeroed at the door: NaN in them can then reach neither results nor gradients.
     if logits is None:
         assert x is not None
-        logits = _logits(params, _select_rows(valid, x.astype(jnp.float32)), deterministic)
+        x = _select_rows(valid, x.astype(jnp.float32))
+        logits = jnp.dot(x, params.kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        logits = logits if params.logit_bias is None else logits + params.logit_bias
     else:
         logits = _select_rows(valid, logits.astype(jnp.float32))
     all_scores = scores(logits, "raw" if config.softmax_after_topk else config.score)
@@ -73,21 +87,6 @@ def route(
 
 def _select_rows(valid: Array | None, rows: Array) -> Array:
     return rows if valid is None else jnp.where(valid[:, None], rows, 0.0)
-
-
-def _logits(params: RouterParams, x: Array, deterministic: bool) -> Array:
-    kernel = params.kernel.astype(jnp.float32)
-    if deterministic:
-        t, h = x.shape
-        tiles = jnp.pad(x, ((0, -t % _TILE), (0, 0))).reshape(-1, _TILE, h)
-        logits = jax.lax.map(lambda tile: _gemm(tile, kernel), tiles).reshape(-1, kernel.shape[1])[:t]
-    else:
-        logits = _gemm(x, kernel)
-    return logits if params.logit_bias is None else logits + params.logit_bias
-
-
-def _gemm(x: Array, kernel: Array) -> Array:
-    return jnp.dot(x, kernel, precision=jax.lax.Precision.HIGHEST)
 
 
 def _choose(params: RouterParams, config: RouterConfig, logits: Array, all_scores: Array) -> Array:
