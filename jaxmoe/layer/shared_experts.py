@@ -13,7 +13,10 @@ Array = jax.Array
 
 
 def shared_gate(shared: SharedParams | None, x: Array, *, deterministic: bool = False) -> Array | None:
-    """σ(x · gate) in f32, [T], for x [T, H]; None where the layer has no gate. Deterministic: its bits do not depend on T."""
+    """σ(x · gate) in f32, [T], for x [T, H]; None where the layer has no gate.
+
+    Deterministic: its bits do not depend on T.
+    """
     if shared is None or shared.gate is None:
         return None
     vector = shared.gate.astype(jnp.float32)

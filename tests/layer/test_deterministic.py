@@ -12,26 +12,26 @@ from jaxmoe.layer.build import make_params
 from jaxmoe.layer.pipeline import moe
 from jaxmoe.quant.formats import BF16, FP8Block, WeightFormat
 
-H, I, E = 72, 40, 7
 run = jax.jit(moe, static_argnames=("config", "execution"))
 
 
 @pytest.mark.parametrize(("weights", "score"), [(BF16, "sqrtsoftplus"), (FP8Block, "sigmoid")])
 def test_bits_of_a_token(rng: np.random.Generator, weights: WeightFormat, score: Score) -> None:
     """In f32, so that no rounding of the output hides a bit; with a gated shared expert."""
+    h, i, e = 72, 40, 7
     config = MoEConfig(
-        hidden=H,
-        intermediate=I,
-        router=RouterConfig(num_experts=E, top_k=3, score=score, scaling_factor=2.5),
+        hidden=h,
+        intermediate=i,
+        router=RouterConfig(num_experts=e, top_k=3, score=score, scaling_factor=2.5),
         weights=weights,
-        shared=SharedExperts(intermediate=I, gate=True),
+        shared=SharedExperts(intermediate=i, gate=True),
         partial_blocks=True,
     )
-    shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I), "router_kernel": (H, E)}
-    shapes |= {"shared_gate": (I, H), "shared_up": (I, H), "shared_down": (H, I), "shared_gate_vector": (H,)}
+    shapes = {"gate": (e, i, h), "up": (e, i, h), "down": (e, h, i), "router_kernel": (h, e)}
+    shapes |= {"shared_gate": (i, h), "shared_up": (i, h), "shared_down": (h, i), "shared_gate_vector": (h,)}
     arrays = {name: (rng.normal(size=s) / np.sqrt(s[-1])).astype(np.float32) for name, s in shapes.items()}
     params = make_params(config, **arrays)
-    x = rng.normal(size=(97, H)).astype(np.float32)
+    x = rng.normal(size=(97, h)).astype(np.float32)
 
     def bits(x: np.ndarray) -> np.ndarray:
         y = run(params, jnp.asarray(x), config=config, execution=Execution(deterministic=True))
