@@ -41,24 +41,10 @@ def name(quant: ActivationQuant | None) -> str:
     return "bf16" if quant is None else f"1x{quant.block} {quant.scale}"
 
 
-def device_seconds(f: Callable[..., Any], x: jax.Array, inner: int = 8) -> float:
-    """Median time of ``f`` inside a program that runs it on ``inner`` equal arrays, one after the other."""
-
-    @jax.jit
-    def run(*xs: jax.Array) -> Any:
-        outs: list[Any] = []
-        for x in xs:
-            x, outs = jax.lax.optimization_barrier((x, outs))
-            outs.append(f(x))
-        return outs
-
-    return common.seconds(run, *[jnp.copy(x) for _ in range(inner)]) / inner
-
-
 def compare(what: str, ours: Callable[..., Any], xla: Callable[..., Any], x: jax.Array, useful: float = 1.0) -> Row:
     """One row; ``useful`` is the share of the bytes that count."""
     nbytes = moved(x, jax.eval_shape(ours, x)) * useful
-    seconds, peer = (device_seconds(f, x) for f in (ours, xla))
+    seconds, peer = (common.kernel_seconds(f, x) for f in (ours, xla))
     rate = nbytes / seconds
     return what, seconds * 1e6, rate / 1e9, rate / common.copy_rate(), peer * 1e6, peer / seconds
 
@@ -98,7 +84,7 @@ def tiles() -> list[Row]:
             "silu": (lambda h, t=tile: gated_act_kernel(h, Activation(), F32, None, t), h),
         }
         for what, (f, operand) in runs.items():
-            seconds = device_seconds(f, operand)
+            seconds = common.kernel_seconds(f, operand)
             rate = moved(operand, jax.eval_shape(f, operand)) / seconds
             staged = ", staged" if tile.staged else ""
             line = f"{what}, {tile.rows} rows of {tile.units} units{staged}"

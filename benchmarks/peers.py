@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import seconds as time_of
+from benchmarks.common import kernel_seconds
 
 Array = jax.Array
 
 
 def ragged_dot(rows: Array, weight: Array, sizes: Array) -> float:
     """Seconds of ``jax.lax.ragged_dot`` on bf16 rows [M, K] sorted by expert, weight [E, N, K]."""
-    return time_of(_ragged_dot, rows, weight, sizes, repeats=3)
+    return kernel_seconds(_ragged_dot, rows, weight, sizes, inner=1, repeats=3)
 
 
 @jax.jit
@@ -34,7 +34,7 @@ def mosaic(rows: Array, weight: Array, sizes: Array) -> float:
     fitting = [c for c in (_MOSAIC[:2] if many else _MOSAIC[1:]) if weight.shape[1] % c[1] == 0]
     if not fitting:
         raise ValueError(f"no configuration for N = {weight.shape[1]}")
-    return min(time_of(_mosaic(*c), rows, weight, sizes, repeats=3) for c in fitting)
+    return min(kernel_seconds(_mosaic(*c), rows, weight, sizes, repeats=3) for c in fitting)
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def _mosaic(block_m: int, block_n: int, steps: int, grid: int) -> Callable[..., 
 
 def tokamax(rows: Array, weight: Array, sizes: Array) -> float:
     """Seconds of tokamax's ragged_dot as installed, without autotuning."""
-    return time_of(_tokamax(), rows, weight, sizes, repeats=3)
+    return kernel_seconds(_tokamax(), rows, weight, sizes, inner=2, repeats=3)
 
 
 @functools.cache
@@ -91,7 +91,8 @@ class TorchDeepGEMM:
             run = getattr(self.deep_gemm, f"m_grouped_bf16_gemm_nt_{layout}")
             return (lambda: run(left, right, out, labels, *extra)), out
         scales = self.share(scales_a).transpose(-1, -2)[..., : left.shape[-2], :]
-        run = getattr(self.deep_gemm, f"m_grouped_fp8_gemm_nt_{layout}")
+        fp8 = {"contiguous": "m_grouped_fp8_gemm_nt_contiguous", "masked": "fp8_m_grouped_gemm_nt_masked"}
+        run = getattr(self.deep_gemm, fp8[layout])
         right_scales = self.share(scales_b)
         return (lambda: run((left, scales), (right, right_scales), out, labels, *extra)), out
 

