@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import Execution
+from jaxmoe.config import Execution, RouterConfig
 from jaxmoe.layer import buckets
 from jaxmoe.layer.buckets import Bucketed, bucket_sizes
+from jaxmoe.layer.params import MoEParams, RouterParams
 from jaxmoe.layer.pipeline import moe
 from jaxmoe.ops.grouped_gemm import grouped_gemm
 from jaxmoe.ops.rows import GroupedRows
@@ -113,14 +115,23 @@ def test_d_memory_follows_rows_not_experts() -> None:
 
 @pytest.mark.parametrize("name", ["BF16", "MXFP4"])
 def test_d_layer_memory_follows_routed_rows(name: str) -> None:
-    """The whole layer, 64 tokens and top-2: 64 experts need little more than 8 (psum pads each used one to 8 rows)."""
+    """The whole layer behind a given routing: as many rows take as much with 128 experts as with 16, twice the rows
+    twice as much, and that is far below a row for every token and expert."""
+    execution = Execution(row_alignment=1)
 
-    def temp(e: int) -> int:
-        config, params = marker_layer(e, 2, weights=FORMATS[name])
-        x = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
-        size = jax.jit(functools.partial(moe, config=config)).lower(params, x).compile().memory_analysis()
+    def temp(tokens: int, e: int) -> int:
+        config, params = marker_layer(1, 1, weights=FORMATS[name])
+        config = dataclasses.replace(config, router=RouterConfig(num_experts=e, top_k=2))
+        stacks = jax.tree.map(lambda a: jax.ShapeDtypeStruct((e, *a.shape[1:]), a.dtype), params.experts)
+        params = MoEParams(RouterParams(jax.ShapeDtypeStruct((128, e), jnp.float32)), stacks)  # type: ignore[arg-type]
+        x = jax.ShapeDtypeStruct((tokens, 128), jnp.bfloat16)
+        routing = Routing(*(jax.ShapeDtypeStruct((tokens, 2), t) for t in (jnp.int32, jnp.float32)))  # type: ignore[arg-type]
+        run = jax.jit(functools.partial(moe, config=config, execution=execution))
+        size = run.lower(params, x, routing=routing).compile().memory_analysis()
         assert size is not None
         return size.temp_size_in_bytes
 
-    rows = 64 * 2 + 64 * 7
-    assert temp(64) - temp(8) <= 4 * rows * 128 * 4
+    few, many, twice = temp(512, 16), temp(512, 128), temp(1024, 16)
+    assert abs(many - few) <= 0.05 * few
+    assert few < twice <= 2.1 * few
+    assert many < 512 * 128 * 128 * 2 / 4
