@@ -251,7 +251,7 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     spreads: tuple[Spread, ...] = ("even",) if options.quick else ("even", "skewed")
-    cases = [Case(m, g, p, s) for m in options.models for g in ("gate_up", "down") for p in TOKENS for s in spreads]
+    cases = [Case(m, g, p, s) for g in ("gate_up", "down") for m in options.models for p in TOKENS for s in spreads]
     against = [
         Case("deepseek-v3", g, p, "skewed" if p == "prefill" else "even") for g in ("gate_up", "down") for p in TOKENS
     ]
