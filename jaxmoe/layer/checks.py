@@ -95,6 +95,20 @@ def _check_weight(name: str, w: GroupedWeight, fmt: WeightFormat, e: int, n: int
     if w.num_experts != e or w.n != n or w.k not in ks:
         want = " or ".join(str([e, n, k]) for k in sorted(ks))
         raise ShapeError(f"{name} is [E, N, K] = {[w.num_experts, w.n, w.k]}; the config ({fmt.name}) says {want}")
+    if not fmt.quantized:
+        return
+    groups = w.k_padded // fmt.block_k
+    if fmt.scale == "float32":
+        dtype, shape = "float32", [e, -(-n // fmt.block_n), groups]
+    else:
+        dtype, shape = "int32", [e, -(-groups // 4), -(-n // 4) * 4]
+    scales = w.scales
+    if scales is None or scales.dtype != dtype or list(scales.shape) != shape:
+        have = "missing" if scales is None else f"{scales.dtype}{list(scales.shape)}"
+        raise ShapeError(
+            f"{name}'s scales are {have}; {fmt.name} values {list(w.values.shape)} go with {dtype}{shape}; "
+            "jaxmoe.quant.from_canonical lays a checkpoint's scales out"
+        )
 
 
 def check_inputs(
