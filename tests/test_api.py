@@ -18,7 +18,7 @@ import jaxmoe.nn.moe
 ROOT = Path(__file__).parents[1]
 PUBLIC = {
     "jaxmoe": """BF16 MXFP4 MXFP8 Activation Execution FP8Block FP8BlockUE8M0 MoEConfig MoEParams RouterConfig Routing
-        SharedExperts __version__ checkpoint errors moe nn plan route""",
+        SharedExperts __version__ checkpoint debug errors moe nn plan route""",
     "jaxmoe.nn": "SHARDING Buffer MoE QuantizedParam linen",
 }
 

@@ -37,16 +37,16 @@ def kernels_for(
     execution = Execution() if execution is None else execution
     layout, shared = choose_layout(execution), config.shared
     alignment = execution.row_alignment or row_alignment("deepgemm")
-    experts = config.router.num_experts + config.fused_slots
+    slots, capacity = config.fused_slots, execution.masked_capacity
+    # Format, experts, choices per token and width of the routed experts, and of a shared one.
+    mlps = [(config.weights, config.router.num_experts + slots, config.router.top_k + slots, config.intermediate)]
+    if shared is not None and not shared.fused:
+        mlps.append((config.shared_format, 1, 1, shared.intermediate))
     found: dict[KernelSource, None] = {}
     for t in tokens:
-        choices = t * (config.router.top_k + config.fused_slots)
-        rows = rows_capacity(layout, t, choices, experts, alignment, execution.masked_capacity)
-        sizes = config.hidden, config.intermediate
-        found |= dict.fromkeys(_mlp(config.weights, arch, layout, rows, experts, sizes, alignment))
-        if shared is not None and not shared.fused:
-            rows, sizes = -(-t // alignment) * alignment, (config.hidden, shared.intermediate)
-            found |= dict.fromkeys(_mlp(config.shared_format, arch, "psum", rows, 1, sizes, alignment))
+        for fmt, experts, choices, width in mlps:
+            rows = rows_capacity(layout, t, t * choices, experts, alignment, capacity)
+            found |= dict.fromkeys(_mlp(fmt, arch, layout, rows, experts, (config.hidden, width), alignment))
     return list(found)
 
 

@@ -51,8 +51,8 @@ class Grouping:
 
 
 def padded_rows(rows: int, num_experts: int, alignment: int) -> int:
-    """Rows of a buffer that holds ``rows`` rows whatever their experts, each expert padded to ``alignment``."""
-    return _round_up(rows + min(num_experts, rows) * (alignment - 1), alignment)
+    """Rows of a buffer that just holds ``rows`` rows whatever their experts, each expert padded to ``alignment``."""
+    return (rows + min(num_experts, rows) * (alignment - 1)) // alignment * alignment
 
 
 def expert_counts(ids: Array, num_experts: int) -> Array:
