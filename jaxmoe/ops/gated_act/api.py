@@ -20,7 +20,7 @@ BACKENDS: dict[str, Callable[..., Array | QuantizedRows]] = {
     "pallas": pallas.gated_act,
     "reference": reference.gated_act,
 }
-"""Implementations by name, best first: ``f(h, activation, *, quant, valid)``."""
+"""Implementations by name, best first where there is something to quantise: ``f(h, activation, *, quant, valid)``."""
 
 
 def gated_act(
@@ -54,4 +54,6 @@ def gated_act(
         raise ShapeError(
             f"I = {h.shape[-1] // 2} is not a multiple of the quantisation block {quant.block}; pad the weights"
         )
+    if backend == "auto" and quant is None:
+        backend = "reference"  # XLA's fusion of it ran faster than the kernel on an H200, 27.7 against 32.1 µs
     return run("gated_act", BACKENDS, backend, h, activation, quant=quant, valid=valid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxmoe.config import Activation
 from jaxmoe.ops.quantize import quantize
@@ -23,7 +24,10 @@ def gated_act(
     y = _product(gate, up, activation)
     if quant is None:
         return y.astype(h.dtype)
-    return quantize(y if activation.keep_fp32 else y.astype(h.dtype), quant, valid=valid, backend="reference")
+    if h.dtype == jnp.bfloat16 and not activation.keep_fp32:
+        # Not two casts: XLA may leave out a pair of them and with it the rounding.
+        y = lax.reduce_precision(y, exponent_bits=8, mantissa_bits=7)
+    return quantize(y, quant, valid=valid, backend="reference")
 
 
 def _product(gate: Array, up: Array, a: Activation) -> Array:
