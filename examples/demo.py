@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmoe
+from jaxmoe.testing import calc_diff
 
 DATA = Path(__file__).parent / "data" / "deepseek_v4_fp4"
 EXACT_LIMIT = 1e-5
@@ -71,16 +72,11 @@ def show_agreement(layer: jaxmoe.nn.MoE, x: jax.Array, y: jax.Array, ids: jax.Ar
     exact = jaxmoe.nn.MoE.from_params(layer.config, layer.params, execution)
     error = float(jnp.abs(forward(exact, x, token_ids=ids) - y).max() / jnp.abs(y).max())
     quantized = forward(layer, x.astype(jnp.bfloat16), token_ids=ids)
-    difference = calc_diff(np.asarray(quantized, np.float64), np.asarray(y, np.float64))
+    difference = calc_diff(quantized, y)
     limit = layer.config.weights.max_diff
     print(f"  exact, f32 rows:    largest error {error:.1e} of the largest output (limit {EXACT_LIMIT:.0e})")
     print(f"  quantised, e4m3:    1 - similarity {difference:.1e} (limit {limit:.0e})")
     return error <= EXACT_LIMIT and difference <= limit
-
-
-def calc_diff(a: np.ndarray, b: np.ndarray) -> float:
-    """1 - 2·Σab / Σ(a² + b²)."""
-    return 1.0 - 2.0 * float(np.sum(a * b) / np.sum(a * a + b * b))
 
 
 def show_cost(layer: jaxmoe.nn.MoE, x: jax.Array, ids: jax.Array | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.layer.checks import check_params, stored_width
 from jaxmoe.layer.params import ExpertWeights, MoEParams, RouterParams, SharedParams
 from jaxmoe.quant.formats import BF16, WeightFormat
-from jaxmoe.quant.scale_layout import NEUTRAL_BYTE, pack_ue8m0, unpack_ue8m0
+from jaxmoe.quant.sharding import concat_n, pad_n
 from jaxmoe.quant.tensors import GroupedWeight
 from jaxmoe.quant.weights import quantize_weight
 
@@ -139,62 +138,8 @@ def expert_weights(
     if (gate_bias is None) != (up_bias is None) or (gate_bias is None) != (down_bias is None):
         raise ShapeError("give gate_bias, up_bias and down_bias, or none of them")
     width = stored_width(gate.n, gate.format)
-    gate_up = join_outputs(pad_outputs(gate, width), pad_outputs(up, width))
+    gate_up = concat_n([pad_n(gate, width), pad_n(up, width)])
     if gate_bias is None or up_bias is None:
         return ExpertWeights(gate_up, down)
     pad = [(0, 0), (0, width - gate.n)]
     return ExpertWeights(gate_up, down, jnp.concatenate([jnp.pad(gate_bias, pad), jnp.pad(up_bias, pad)], 1), down_bias)
-
-
-def pad_outputs(w: GroupedWeight, n: int) -> GroupedWeight:
-    """The stack with rows of zeros (scales 1) up to ``n`` outputs."""
-    extra = n - w.n
-    if not extra:
-        return w
-    values = jnp.pad(w.values, [(0, 0), (0, extra), (0, 0)])
-    scales = w.scales
-    if scales is not None and w.format.scale == "float32":
-        blocks = -(-n // w.format.block_n) - scales.shape[1]
-        scales = jnp.pad(scales, [(0, 0), (0, blocks), (0, 0)], constant_values=1)
-    elif scales is not None:
-        scales = pack_ue8m0(jnp.pad(_bytes(w), [(0, 0), (0, extra), (0, 0)], constant_values=NEUTRAL_BYTE))
-    return dataclasses.replace(w, values=values, scales=scales)
-
-
-def join_outputs(first: GroupedWeight, second: GroupedWeight) -> GroupedWeight:
-    """One stack with the outputs of both; ``first`` must end at a block of its format."""
-    if first.format.block_n > 1 and first.n % first.format.block_n:
-        raise ShapeError(f"{first.n} outputs do not end at a block of {first.format.block_n} rows; pad them first")
-    values = jnp.concatenate([first.values, second.values], axis=1)
-    scales = None
-    if first.scales is not None and second.scales is not None:
-        if first.format.scale == "float32":
-            scales = jnp.concatenate([first.scales, second.scales], axis=1)
-        else:
-            scales = pack_ue8m0(jnp.concatenate([_bytes(first), _bytes(second)], axis=1))
-    return dataclasses.replace(first, values=values, scales=scales)
-
-
-def _bytes(w: GroupedWeight) -> Array:
-    """Exponent bytes [E, N, Kp/block]."""
-    assert w.scales is not None
-    return unpack_ue8m0(w.scales, w.n, w.k_padded // w.format.block_k)
-
-
-def join_experts(first: ExpertWeights, second: ExpertWeights) -> ExpertWeights:
-    """The experts of both, ``second``'s last: how fused shared experts join the routed ones.
-
-    Raises:
-      FormatError: formats differ. ShapeError: sizes differ, or only one has biases.
-    """
-    parts = [(first.gate_up, second.gate_up), (first.down, second.down)]
-    for a, b in parts:
-        if a.format != b.format:
-            raise FormatError(
-                f"experts in {a.format.name} and {b.format.name} cannot share a stack; convert one or set fused=False"
-            )
-        if (a.n, a.k) != (b.n, b.k):
-            raise ShapeError(f"experts of [N, K] = {[a.n, a.k]} and {[b.n, b.k]} cannot share a stack")
-    if (first.gate_up_bias is None) != (second.gate_up_bias is None):
-        raise ShapeError("one of the expert stacks has biases and the other has none")
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)

@@ -10,7 +10,7 @@ from jaxmoe.config import MoEConfig
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.layer.params import ExpertWeights, MoEParams
 from jaxmoe.quant.formats import WeightFormat
-from jaxmoe.quant.tensors import GroupedWeight
+from jaxmoe.quant.tensors import GroupedWeight, scales_like
 from jaxmoe.router import Routing, check_routing
 
 Host = Array | np.ndarray
@@ -95,19 +95,12 @@ def _check_weight(name: str, w: GroupedWeight, fmt: WeightFormat, e: int, n: int
     if w.num_experts != e or w.n != n or w.k not in ks:
         want = " or ".join(str([e, n, k]) for k in sorted(ks))
         raise ShapeError(f"{name} is [E, N, K] = {[w.num_experts, w.n, w.k]}; the config ({fmt.name}) says {want}")
-    if not fmt.quantized:
-        return
-    groups = w.k_padded // fmt.block_k
-    if fmt.scale == "float32":
-        dtype, shape = "float32", [e, -(-n // fmt.block_n), groups]
-    else:
-        dtype, shape = "int32", [e, -(-groups // 4), -(-n // 4) * 4]
-    scales = w.scales
-    if scales is None or scales.dtype != dtype or list(scales.shape) != shape:
+    scales, want = w.scales, scales_like(fmt, e, n, w.k_padded)
+    if want is not None and (scales is None or scales.shape != want.shape or scales.dtype != want.dtype):
         have = "missing" if scales is None else f"{scales.dtype}{list(scales.shape)}"
         raise ShapeError(
-            f"{name}'s scales are {have}; {fmt.name} values {list(w.values.shape)} go with {dtype}{shape}; "
-            "jaxmoe.quant.from_canonical lays a checkpoint's scales out"
+            f"{name}'s scales are {have}; {fmt.name} values {list(w.values.shape)} go with "
+            f"{want.dtype}{list(want.shape)}; jaxmoe.quant.from_canonical lays a checkpoint's scales out"
         )
 
 

@@ -13,6 +13,7 @@ import jax
 
 from jaxmoe.config import Execution, MoEConfig
 from jaxmoe.quant.formats import WeightFormat
+from jaxmoe.quant.tensors import scales_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +69,11 @@ class Stage:
 
 def weight_bytes(fmt: WeightFormat, experts: int, n: int, k: int, itemsize: int = 2) -> tuple[int, int]:
     """Bytes of the values and of the scales of [experts, n, k] weights as ``GroupedWeight`` stores them."""
-    if not fmt.quantized:
-        return experts * n * k * itemsize, 0
     k = round_up(k, fmt.k_multiple)
-    if fmt.scale == "float32":
-        words = -(-n // fmt.block_n) * (k // fmt.block_k)
-    else:
-        words = -(-k // (4 * fmt.block_k)) * round_up(n, 4)
-    return experts * n * k * fmt.bits // 8, experts * words * 4
+    scales = scales_like(fmt, experts, n, k)
+    if scales is None:
+        return experts * n * k * itemsize, 0
+    return experts * n * k * fmt.bits // 8, scales.size * scales.dtype.itemsize
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -30,7 +30,7 @@ def init_params(
 
     Raises:
       FormatError: ``param_dtype`` is neither bfloat16 nor float32.
-      ValueError: the table is missing, or there without hash routing, or not a table of K distinct experts.
+      ValueError: the table is missing, or there without hash routing, or not a table of K experts.
     """
     dtype = jnp.dtype(param_dtype)
     if dtype not in (jnp.bfloat16, jnp.float32):

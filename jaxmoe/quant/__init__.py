@@ -6,7 +6,6 @@ from jaxmoe.quant.convert import expand_per_tensor as expand_per_tensor
 from jaxmoe.quant.convert import mxfp4_to_fp8 as mxfp4_to_fp8
 from jaxmoe.quant.convert import mxfp8_to_fp8 as mxfp8_to_fp8
 from jaxmoe.quant.convert import requantize_ue8m0 as requantize_ue8m0
-from jaxmoe.quant.convert import to_mxfp8 as to_mxfp8
 from jaxmoe.quant.formats import BF16 as BF16
 from jaxmoe.quant.formats import FORMATS as FORMATS
 from jaxmoe.quant.formats import MXFP4 as MXFP4

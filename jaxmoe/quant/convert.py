@@ -159,11 +159,6 @@ def requantize_ue8m0(w: GroupedWeight) -> GroupedWeight:
     return GroupedWeight(values, scales, FP8BlockUE8M0, w.k)
 
 
-def to_mxfp8(w: Array) -> GroupedWeight:
-    """Quantises float matrices [E, N, K] to MXFP8."""
-    return quantize_weight(w, MXFP8)
-
-
 def expand_per_tensor(scale: Array, n: int, k: int) -> Array:
     """Repeats one scale per matrix over 128×128 blocks.
 

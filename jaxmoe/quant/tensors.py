@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from jaxmoe.quant.formats import ActivationQuant, WeightFormat
 
@@ -73,3 +74,13 @@ class QuantizedRows:
     values: Array
     scales: Array
     quant: ActivationQuant = dataclasses.field(metadata={"static": True})
+
+
+def scales_like(format: WeightFormat, e: int, n: int, k_padded: int) -> jax.ShapeDtypeStruct | None:
+    """Shape and dtype of the scales that :class:`GroupedWeight` holds for E matrices [N, Kp]; None without scales."""
+    if not format.quantized:
+        return None
+    groups = k_padded // format.block_k
+    if format.scale == "float32":
+        return jax.ShapeDtypeStruct((e, -(-n // format.block_n), groups), jnp.float32)
+    return jax.ShapeDtypeStruct((e, -(-groups // 4), -(-n // 4) * 4), jnp.int32)

@@ -23,7 +23,7 @@ from jaxmoe.layer.pipeline import moe
 from jaxmoe.ops import grouped_gemm
 from jaxmoe.ops.grouped_gemm import deepgemm
 from jaxmoe.quant.formats import BF16, MXFP4, FP8Block
-from jaxmoe.quant.tensors import GroupedWeight
+from jaxmoe.quant.tensors import GroupedWeight, scales_like
 
 H200, B200 = arch.Arch("sm_90a", 132), arch.Arch("sm_100f", 148)
 SHAPE = ["--experts", "8", "--hidden", "512", "--intermediate", "256", "--top-k", "2"]
@@ -124,11 +124,7 @@ def weight(fmt, e: int, n: int, k: int) -> GroupedWeight:
         (e, n, stored * fmt.bits // 8 if fmt.bits == 4 else stored),
         {16: jnp.bfloat16, 8: jnp.float8_e4m3fn, 4: jnp.uint8}[fmt.bits],
     )
-    if fmt == BF16:
-        return GroupedWeight(values, None, fmt, k)
-    if fmt == FP8Block:
-        return GroupedWeight(values, jax.ShapeDtypeStruct((e, -(-n // 128), stored // 128), jnp.float32), fmt, k)
-    return GroupedWeight(values, jax.ShapeDtypeStruct((e, stored // 128, -(-n // 4) * 4), jnp.int32), fmt, k)
+    return GroupedWeight(values, scales_like(fmt, e, n, stored), fmt, k)  # type: ignore[arg-type]
 
 
 def experts(fmt, e: int, hidden: int, inter: int) -> ExpertWeights:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmoe.config import MoEConfig, RouterConfig, SharedExperts
 from jaxmoe.errors import FormatError, ShapeError
-from jaxmoe.layer.build import expert_weights, join_experts, make_params
+from jaxmoe.layer.build import expert_weights, make_params
 from jaxmoe.quant.formats import BF16, FORMATS, MXFP4, MXFP8, FP8Block
 from jaxmoe.quant.weights import dequantize, quantize_weight
 
@@ -33,9 +32,6 @@ def test_halves_keep_their_values_and_scales(rng: np.random.Generator, name: str
         assert w.gate_up_bias is not None
         np.testing.assert_array_equal(w.gate_up_bias[:, start : start + 160], b)
         assert (np.asarray(w.gate_up_bias)[:, start + 160 : start + width] == 0).all()
-    both = join_experts(w, jax.tree.map(lambda a: a[:1], w))
-    np.testing.assert_array_equal(dequantize(both.gate_up)[3], joined[0])
-    np.testing.assert_array_equal(dequantize(both.down)[:3], dequantize(down))
 
 
 def test_refusals(rng: np.random.Generator) -> None:
@@ -46,8 +42,6 @@ def test_refusals(rng: np.random.Generator) -> None:
         expert_weights(w[BF16], w[BF16], dataclasses.replace(w[BF16], values=w[BF16].values[:1]))
     with pytest.raises(ShapeError, match="or none of them"):
         expert_weights(w[BF16], w[BF16], w[BF16], jnp.zeros((2, 128), jnp.float32))
-    with pytest.raises(FormatError, match="FP8Block and MXFP8"):
-        join_experts(*(expert_weights(w[f], w[f], w[f]) for f in (FP8Block, MXFP8)))
     ones = jnp.ones((2, 128, 128), jnp.bfloat16)
     config = MoEConfig(hidden=128, intermediate=128, router=RouterConfig(num_experts=2, top_k=1))
     with pytest.raises(ShapeError, match=r"down is \[1, 128, 128\]; the config says \[2, 128, 128\]"):

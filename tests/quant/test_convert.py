@@ -12,7 +12,7 @@ import pytest
 from jaxmoe import quant
 from jaxmoe.errors import FormatError, LossyConversionError, LossyConversionWarning, ShapeError
 from jaxmoe.quant import BF16, FORMATS, MXFP4, MXFP8, FP8Block, FP8BlockUE8M0
-from jaxmoe.quant.testing import calc_diff, random_weight
+from jaxmoe.testing import calc_diff, random_weight
 
 ALL_CODES = np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], np.uint8)
 

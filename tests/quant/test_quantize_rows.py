@@ -12,7 +12,7 @@ from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.ops.quantize import dequantize_rows, quantize, row_scales
 from jaxmoe.quant import ActivationQuant
 from jaxmoe.quant.codecs import FLOOR
-from jaxmoe.quant.testing import calc_diff, hostile_blocks, random_rows
+from jaxmoe.testing import calc_diff, hostile_blocks, random_rows
 
 QUANTS = [ActivationQuant(128, "float32"), ActivationQuant(128, "ue8m0"), ActivationQuant(32, "ue8m0")]
 IDS = [f"{q.block}-{q.scale}" for q in QUANTS]

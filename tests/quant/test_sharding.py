@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxmoe import quant
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.quant import FORMATS, MXFP4, FP8Block
-from jaxmoe.quant.testing import random_weight
+from jaxmoe.testing import random_weight
 
 ALL = list(FORMATS.values())
 

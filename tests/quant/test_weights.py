@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxmoe import quant
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.quant import BF16, FORMATS, MXFP4, MXFP8, FP8Block, FP8BlockUE8M0
-from jaxmoe.quant.testing import calc_diff, e4m3_codes, hostile_blocks, random_weight
+from jaxmoe.testing import calc_diff, e4m3_codes, hostile_blocks, random_weight
 
 QUANTIZED = [f for f in FORMATS.values() if f.quantized]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
