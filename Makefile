@@ -15,7 +15,7 @@ test: $(SETUP)
 lint: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bazel: $(SETUP)
 	tools/bazel_build $(BIN)/python
