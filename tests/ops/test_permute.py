@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +15,12 @@ from jaxmoe.ops.permute import expert_counts, group_tokens, padded_rows, permute
 LAYOUTS = ("psum", "masked", "contiguous")
 
 
+_grouped = jax.jit(group_tokens, static_argnames=("num_experts", "layout", "alignment"))
+_counts = jax.jit(expert_counts, static_argnames="num_experts")
+
+
 def _group(ids: np.ndarray, e: int, layout: str, alignment: int = 8):
-    grouped = jax.jit(functools.partial(group_tokens, num_experts=e, layout=layout, alignment=alignment))
-    return grouped(jnp.asarray(ids, jnp.int32))
+    return _grouped(jnp.asarray(ids, jnp.int32), num_experts=e, layout=layout, alignment=alignment)
 
 
 def _expected(ids: np.ndarray, e: int, layout: str, alignment: int) -> np.ndarray:
@@ -53,7 +54,7 @@ def test_slots_property(seed: int, layout: str, holes: float) -> None:
     assert (source >= 0).sum() == len(np.unique(slots[slots >= 0]))
     assert slots.max() < len(source)
     counts = np.bincount(ids[ids >= 0], minlength=e)
-    np.testing.assert_array_equal(expert_counts(jnp.asarray(ids), e), counts)
+    np.testing.assert_array_equal(_counts(jnp.asarray(ids), num_experts=e), counts)
     group = np.asarray(g.group)
     if layout == "psum":
         starts = np.concatenate([[0], -(-group[:-1] // 8) * 8])
