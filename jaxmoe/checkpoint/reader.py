@@ -24,7 +24,7 @@ from jaxmoe.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000
-_DTYPES: dict[str, np.dtype] = {
+DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
@@ -42,6 +42,7 @@ _DTYPES: dict[str, np.dtype] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
+"""What safetensors calls a dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +116,9 @@ class _File:
                 raise ValueError
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"{self.path}: malformed header entry for {name!r}: {entry!r}") from e
-        if dtype in _DTYPES and end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
+        if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
             raise CheckpointError(
-                f"{self.path}: {name!r} is {dtype} {shape}, which takes {math.prod(shape) * _DTYPES[dtype].itemsize} "
+                f"{self.path}: {name!r} is {dtype} {shape}, which takes {math.prod(shape) * DTYPES[dtype].itemsize} "
                 f"bytes, but its offsets [{begin}, {end}] span {end - begin}"
             )
         self.tensors[name] = TensorInfo(dtype, tuple(shape))
@@ -141,12 +142,12 @@ class _File:
 
     def get(self, name: str) -> np.ndarray:
         info = self.tensors[name]
-        if info.dtype not in _DTYPES:
+        if info.dtype not in DTYPES:
             raise CheckpointError(
-                f"{self.path}: {name!r} has the dtype {info.dtype}, which is not one of {', '.join(_DTYPES)}"
+                f"{self.path}: {name!r} has the dtype {info.dtype}, which is not one of {', '.join(DTYPES)}"
             )
         flat = np.frombuffer(
-            self._bytes, _DTYPES[info.dtype], count=math.prod(info.shape), offset=self._start + self._offsets[name]
+            self._bytes, DTYPES[info.dtype], count=math.prod(info.shape), offset=self._start + self._offsets[name]
         )
         return flat.reshape(info.shape)
 
