@@ -31,10 +31,6 @@ class BackendUnavailable(NotImplementedError):
     """A named backend cannot do this case; the message holds the reason."""
 
 
-class KernelNotCompiled(RuntimeError):
-    """A cubin is missing at execution; the message holds the ``jaxmoe warmup`` call that makes it."""
-
-
 class KernelCompileError(RuntimeError):
     """The compiler refused a kernel source; the message holds its log, the kernel, the arch and the include paths."""
 
