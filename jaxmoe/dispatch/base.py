@@ -31,8 +31,20 @@ class Dispatched:
 class Dispatch(Protocol):
     """A transport."""
 
-    def dispatch(self, x: Array, ids: Array, weights: Array) -> Dispatched:
-        """Sends tokens x [T, H] to the devices of their experts; ids [T, K] are global, -1 for none."""
+    def held(self, num_experts: int, replicated: int) -> int:
+        """El, the experts that each device holds: its part of E, then ``replicated`` ones that every device holds."""
+        ...
+
+    def dispatch(self, x: Array, ids: Array, weights: Array, num_experts: int) -> Dispatched:
+        """Sends tokens to the devices of their experts.
+
+        Args:
+          x: [T, H].
+          ids: int32 [T, K], global, -1 for none; those from ``num_experts`` on are the replicated experts, which a
+            token meets where it is.
+          weights: f32 [T, K].
+          num_experts: E.
+        """
         ...
 
     def combine(self, y: Array, dispatched: Dispatched) -> Array:

@@ -12,7 +12,11 @@ Array = jax.Array
 class Local:
     """Tokens stay where they are; implements :class:`jaxmoe.dispatch.base.Dispatch`."""
 
-    def dispatch(self, x: Array, ids: Array, weights: Array) -> Dispatched:
+    def held(self, num_experts: int, replicated: int) -> int:
+        """All."""
+        return num_experts + replicated
+
+    def dispatch(self, x: Array, ids: Array, weights: Array, num_experts: int) -> Dispatched:
         """The tokens themselves."""
         return Dispatched(x, ids, weights)
 

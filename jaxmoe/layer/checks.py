@@ -21,18 +21,19 @@ def stored_width(intermediate: int, fmt: WeightFormat) -> int:
     return -(-intermediate // fmt.k_multiple) * fmt.k_multiple
 
 
-def check_params(params: MoEParams, config: MoEConfig, *, local: bool = True) -> None:
+def check_params(params: MoEParams, config: MoEConfig, *, held: int | None = None) -> None:
     """Refuses parameters that do not fit the config.
 
     Args:
       params: the layer's parameters.
       config: what the layer is.
-      local: the stacks must hold all E experts and the fused slots; otherwise they hold any part of them.
+      held: experts in the stacks; None: all E of them and the fused slots.
 
     Raises:
       ShapeError, FormatError: names the parameter, what it is and what it must be.
     """
-    e, k = config.router.num_experts + config.fused_slots, config.router.top_k
+    k = config.router.top_k
+    held = config.router.num_experts + config.fused_slots if held is None else held
     kernel, table = params.router.kernel, params.router.tid2eid
     if kernel.shape != (config.hidden, config.router.num_experts):
         raise ShapeError(
@@ -41,7 +42,7 @@ def check_params(params: MoEParams, config: MoEConfig, *, local: bool = True) ->
         )
     if table is not None and (table.ndim != 2 or table.shape[1] != k):
         raise ShapeError(f"tid2eid is {list(table.shape)}; with top_k {k} it must be [V, {k}]")
-    _check_mlp("experts", params.experts, config, config.weights, config.intermediate, e if local else None)
+    _check_mlp("experts", params.experts, config, config.weights, config.intermediate, held)
     shared = params.shared
     if config.shared is None:
         if shared is not None:
@@ -65,13 +66,13 @@ def check_params(params: MoEParams, config: MoEConfig, *, local: bool = True) ->
 
 
 def _check_mlp(
-    name: str, w: ExpertWeights, config: MoEConfig, fmt: WeightFormat, intermediate: int, count: int | None
+    name: str, w: ExpertWeights, config: MoEConfig, fmt: WeightFormat, intermediate: int, count: int
 ) -> None:
     width, h, e = stored_width(intermediate, fmt), config.hidden, w.gate_up.num_experts
-    if count is not None and e != count:
+    if e != count:
         raise ShapeError(
             f"{name}.gate_up holds {e} experts; the config says {count} "
-            f"({config.router.num_experts} routed, {config.fused_slots} fused shared)"
+            f"({config.router.num_experts} routed, {config.fused_slots} fused shared, over all devices)"
         )
     _check_weight(f"{name}.gate_up", w.gate_up, fmt, e, 2 * width, {h})
     _check_weight(f"{name}.down", w.down, fmt, e, h, {intermediate, width})

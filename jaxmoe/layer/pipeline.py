@@ -12,7 +12,7 @@ from jaxmoe.config import Execution, Layout, MoEConfig
 from jaxmoe.dispatch.base import Dispatch
 from jaxmoe.dispatch.local import Local
 from jaxmoe.layer.checks import check_inputs, check_params
-from jaxmoe.layer.params import ExpertWeights, MoEParams
+from jaxmoe.layer.params import ExpertWeights, MoEParams, SharedParams
 from jaxmoe.layer.shared_experts import everyone, shared_gate
 from jaxmoe.ops.gated_act import gated_act
 from jaxmoe.ops.grouped_gemm import grouped_gemm, row_alignment
@@ -59,7 +59,7 @@ def moe(
     """
     execution = Execution() if execution is None else execution
     transport = Local() if transport is None else transport
-    check_params(params, config, local=isinstance(transport, Local))
+    check_params(params, config, held=transport.held(config.router.num_experts, config.fused_slots))
     check_inputs(x, config, token_ids=token_ids, valid=valid, routing=routing)
     shape = x.shape
     x = x.reshape(-1, config.hidden)
@@ -67,28 +67,57 @@ def moe(
         valid = valid.reshape(-1)
         x = jnp.where(valid[:, None], x, jnp.zeros((), x.dtype))
 
-    deterministic = execution.deterministic
+    tokens = None if token_ids is None else token_ids.reshape(-1)
+    routing = choose_experts(params, x, config, execution, token_ids=tokens, valid=valid, routing=routing)
+    dispatched = transport.dispatch(x, routing.ids, routing.weights, config.router.num_experts)
+    routed = experts(params.experts, dispatched.x, dispatched.ids, dispatched.weights, config, execution)
+    y = transport.combine(routed, dispatched)
+
+    y = add(y, shared_experts(params.shared, x, config, execution, valid=valid), execution)
+    return y.astype(x.dtype).reshape(shape)
+
+
+def choose_experts(
+    params: MoEParams,
+    x: Array,
+    config: MoEConfig,
+    execution: Execution,
+    *,
+    token_ids: Array | None = None,
+    valid: Array | None = None,
+    routing: Routing | None = None,
+) -> Routing:
+    """Where tokens x [T, H] go, fused shared experts included; see :func:`moe`."""
     if routing is None:
-        tokens = None if token_ids is None else token_ids.reshape(-1)
-        routing = route(params.router, x, config.router, token_ids=tokens, valid=valid, deterministic=deterministic)
+        routing = route(
+            params.router, x, config.router, token_ids=token_ids, valid=valid, deterministic=execution.deterministic
+        )
     elif valid is not None:
         ids = jnp.where(valid[:, None], routing.ids, -1)
         routing = Routing(ids, jnp.where(ids >= 0, routing.weights, 0.0))
     if config.fused_slots:
-        gate = shared_gate(params.shared, x, deterministic=deterministic)
+        gate = shared_gate(params.shared, x, deterministic=execution.deterministic)
         routing = append_shared_slots(routing, config.router.num_experts, config.fused_slots, gate, valid)
+    return routing
 
-    dispatched = transport.dispatch(x, routing.ids, routing.weights)
-    routed = experts(params.experts, dispatched.x, dispatched.ids, dispatched.weights, config, execution)
-    y = transport.combine(routed, dispatched)
 
-    if params.shared is not None and params.shared.experts is not None:
-        all_tokens = everyone(params.shared, x, valid, deterministic=deterministic)
-        shared = experts(params.shared.experts, x, all_tokens.ids, all_tokens.weights, config, execution)
-        if deterministic:  # as one loop with what makes them, the compiler may contract these additions, by size
-            y, shared = jax.lax.optimization_barrier((y, shared))
-        y = y + shared
-    return y.astype(x.dtype).reshape(shape)
+def shared_experts(
+    shared: SharedParams | None, x: Array, config: MoEConfig, execution: Execution, *, valid: Array | None = None
+) -> Array | None:
+    """What a shared expert kept apart makes of x [T, H]: f32 [T, H], or None where the layer has none."""
+    if shared is None or shared.experts is None:
+        return None
+    all_tokens = everyone(shared, x, valid, deterministic=execution.deterministic)
+    return experts(shared.experts, x, all_tokens.ids, all_tokens.weights, config, execution)
+
+
+def add(y: Array, shared: Array | None, execution: Execution) -> Array:
+    """The routed and the shared experts' outputs together."""
+    if shared is None:
+        return y
+    if execution.deterministic:  # as one loop with what makes them, the compiler may contract these additions, by size
+        y, shared = jax.lax.optimization_barrier((y, shared))
+    return y + shared
 
 
 def experts(

@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxmoe.config import Layout
 from jaxmoe.errors import ShapeError
+from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.ops.rows import GroupedRows
 
 Array = jax.Array
@@ -134,7 +135,7 @@ def permute(x: Array, grouping: Grouping) -> GroupedRows:
     """
     if x.ndim != 2 or x.shape[0] != grouping.slots.shape[0]:
         raise ShapeError(f"x {list(x.shape)} does not hold the {grouping.slots.shape[0]} tokens that were grouped")
-    rows = _permute(x, grouping.slots, grouping.source)
+    rows = _permute(*vary_together(x, grouping.slots, grouping.source))
     rows = rows.reshape(*grouping.row_shape, x.shape[1])
     return GroupedRows(rows, grouping.group, grouping.layout, grouping.alignment)
 
@@ -185,7 +186,7 @@ def unpermute(rows: Array, slots: Array, weights: Array, *, out_dtype: Any = Non
         raise ShapeError(f"slots {list(slots.shape)} and weights {list(weights.shape)} must both be [N, K]")
     flat = rows.reshape(-1, rows.shape[-1]) if rows.size else jnp.zeros((0, rows.shape[-1]), rows.dtype)
     like = jnp.zeros((), rows.dtype if out_dtype is None else out_dtype)
-    return _unpermute(flat, slots, weights.astype(jnp.float32), like)
+    return _unpermute(*vary_together(flat, slots, weights.astype(jnp.float32)), like)
 
 
 @jax.custom_vjp
