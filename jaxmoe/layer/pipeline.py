@@ -73,7 +73,8 @@ def moe(
     routed = experts(params.experts, dispatched.x, dispatched.ids, dispatched.weights, config, execution)
     y = transport.combine(routed, dispatched)
 
-    y = add(y, shared_experts(params.shared, x, config, execution, valid=valid), execution)
+    shared = shared_experts(params.shared, x, config, execution, valid=valid)
+    y = y if shared is None else add(y, shared, execution)
     return y.astype(x.dtype).reshape(shape)
 
 
@@ -111,10 +112,8 @@ def shared_experts(
     return experts(shared.experts, x, all_tokens.ids, all_tokens.weights, config, execution)
 
 
-def add(y: Array, shared: Array | None, execution: Execution) -> Array:
-    """The routed and the shared experts' outputs together."""
-    if shared is None:
-        return y
+def add(y: Array, shared: Array, execution: Execution) -> Array:
+    """The routed and the shared experts' outputs together, f32 [T, H]."""
     if execution.deterministic:  # as one loop with what makes them, the compiler may contract these additions, by size
         y, shared = jax.lax.optimization_barrier((y, shared))
     return y + shared

@@ -141,6 +141,17 @@ def pad_n(w: GroupedWeight, n: int) -> GroupedWeight:
     return dataclasses.replace(w, values=values, scales=scales)
 
 
+def pad_k(w: GroupedWeight, k: int) -> GroupedWeight:
+    """Appends zero columns (scales 1) up to ``k`` columns.
+
+    Raises:
+      ShapeError: ``k`` is below K.
+    """
+    if k < w.k:
+        raise ShapeError(f"cannot pad {w.k} columns to {k}; use slice_k to cut")
+    return w if k == w.k else assemble(w.values, canonical_scales(w), w.format, k)
+
+
 def _check_alike(parts: Sequence[GroupedWeight], *names: str) -> None:
     if not parts:
         raise ShapeError("no weights to join")

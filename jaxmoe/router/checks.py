@@ -24,7 +24,8 @@ def check_routing(
 ) -> None:
     """Refuses a routing that the pipeline cannot run.
 
-    Values are looked at only where they are known: under a trace, shapes and dtypes are all there is to check.
+    Values are looked at only where they are known: under a trace, or where other processes hold some, shapes and dtypes
+    are all there is to check.
 
     Args:
       ids: int32 [T, K], -1 for no expert.
@@ -49,7 +50,7 @@ def check_routing(
         raise FormatError(f"ids is {ids.dtype}; convert it to int32")
     if weights.dtype != jnp.float32:
         raise FormatError(f"weights is {weights.dtype}; convert it to float32")
-    if isinstance(ids, Tracer):
+    if isinstance(ids, Tracer) or (isinstance(ids, jax.Array) and not ids.is_fully_addressable):
         return
     known = np.asarray(ids)
     outside = np.argwhere((known < -1) | (known >= num_experts))
