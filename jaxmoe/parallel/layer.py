@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxmoe.config import Execution, MoEConfig
 from jaxmoe.dispatch.all_to_all import AllToAll
@@ -108,7 +107,7 @@ def _run(
     execution: Execution,
     transport: Dispatch,
 ) -> Array:
-    *lead, hidden = tokens.x.shape
+    lead = tokens.x.shape[:-1]
     if tokens.routing is not None:
         unflat = jax.tree.map(lambda a: a.reshape(*lead, a.shape[-1]), tokens.routing)
         tokens = dataclasses.replace(tokens, routing=unflat)

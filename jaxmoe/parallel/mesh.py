@@ -19,20 +19,20 @@ class ParallelLayout:
 
     The names that such layouts go by, with one mesh axis ``"d"`` or two of them:
 
-    ====================== ============== ============= ===============
-    attention × experts    tokens         experts       intermediate
-    ====================== ============== ============= ===============
-    TP × TP                ``P()``                      ``"d"``
-    DP × TP                ``P("d")``                   ``"d"``
-    TP × EP                ``P()``        ``"d"``
-    DP × EP                ``P("d")``     ``"d"``
-    DP × (EP × TP)         ``P("d")``     ``"d"``       ``"t"``
-    DP, experts copied     ``P("d")``
-    CP × EP, x [B, S, H]   ``P(None,      ``"d"``
-                           "d")``
-    CP × TP                ``P(None,                    ``"d"``
-                           "d")``
-    ====================== ============== ============= ===============
+    =================== ============== ======= ============
+    attention × experts tokens         experts intermediate
+    =================== ============== ======= ============
+    TP × TP             P()                    "d"
+    DP × TP             P("d")                 "d"
+    TP × EP             P()            "d"
+    DP × EP             P("d")         "d"
+    DP × EP and TP      P("d")         "d"     "t"
+    CP × EP             P(None, "d")   "d"
+    CP × TP             P(None, "d")           "d"
+    DP, experts copied  P("d")
+    =================== ============== ======= ============
+
+    CP is for x [B, S, H], whose axis S is cut by context segment.
 
     What happens follows from which sets an axis is in:
 
@@ -48,7 +48,7 @@ class ParallelLayout:
       shared: axes over which a shared expert kept apart is cut; none: every device has all of it.
     """
 
-    tokens: PartitionSpec = PartitionSpec()
+    tokens: PartitionSpec = dataclasses.field(default_factory=PartitionSpec)
     experts: Axes | str = ()
     intermediate: Axes | str = ()
     shared: Axes | str = ()
