@@ -5,6 +5,8 @@ router ─► dispatch ─► pre_permute ─► gemm1 ─► activation ─► 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -143,14 +145,25 @@ def experts(
     quant = weights.gate_up.format.activation if execution.quantize_activations else None
     backend, valid = execution.backend, grouping.valid
     by_row = "reference" if backend == "reference" else "auto"  # other names are the GEMMs' own
+    gemm = functools.partial(
+        grouped_gemm,
+        out_dtype=x.dtype,
+        expected_m=expected_rows(ids.shape[0], ids.shape[1], weights.gate_up.num_experts),
+        backend=backend,
+    )
 
     rows = permute(x, grouping)
     if quant is not None:
         rows = rows.with_rows(quantize(rows.values, quant, valid=valid, backend=by_row))
-    h = grouped_gemm(rows, weights.gate_up, bias=weights.gate_up_bias, out_dtype=x.dtype, backend=backend)
+    h = gemm(rows, weights.gate_up, bias=weights.gate_up_bias)
     a = gated_act(h, config.activation, quant=quant, valid=valid, backend=by_row)
-    y = grouped_gemm(rows.with_rows(a), weights.down, bias=weights.down_bias, out_dtype=x.dtype, backend=backend)
+    y = gemm(rows.with_rows(a), weights.down, bias=weights.down_bias)
     return unpermute(y, grouping.slots, combine_weights, out_dtype=jnp.float32)
+
+
+def expected_rows(tokens: int, choices: int, experts: int) -> int:
+    """Rows per expert that tiles are chosen for: those of even routing, at least 1."""
+    return max(-(-tokens * choices // experts), 1)
 
 
 def choose_layout(execution: Execution) -> Layout:

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.config import Execution, Layout, MoEConfig
+from jaxmoe.config import Execution, MoEConfig
 from jaxmoe.cuda.arch import Arch
+from jaxmoe.cuda.deepgemm.call import GemmCall
 from jaxmoe.cuda.source import KernelSource
-from jaxmoe.layer.pipeline import choose_layout
+from jaxmoe.layer.pipeline import choose_layout, expected_rows
 from jaxmoe.layer.plan import rows_capacity
 from jaxmoe.ops.grouped_gemm import row_alignment
 from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call
@@ -46,22 +47,20 @@ def kernels_for(
     for t in tokens:
         for fmt, experts, choices, width in mlps:
             rows = rows_capacity(layout, t, t * choices, experts, alignment, capacity)
-            found |= dict.fromkeys(_mlp(fmt, arch, layout, rows, experts, (config.hidden, width), alignment))
+            call = gemm_call(fmt, layout, arch, alignment=alignment, expected_m=expected_rows(t, choices, experts))
+            found |= dict.fromkeys(_mlp(call, fmt, rows, experts, (config.hidden, width)))
     return list(found)
 
 
-def _mlp(
-    fmt: WeightFormat, arch: Arch, layout: Layout, rows: int, experts: int, sizes: tuple[int, int], alignment: int
-) -> list[KernelSource]:
+def _mlp(call: GemmCall, fmt: WeightFormat, rows: int, experts: int, sizes: tuple[int, int]) -> list[KernelSource]:
     """Both GEMMs of ``experts`` expert MLPs over ``rows`` rows in all."""
     hidden, intermediate = sizes
-    call = gemm_call(fmt, layout, arch, alignment=alignment)
     multiple = fmt.k_multiple
     stored = -(-intermediate // multiple) * multiple
     sources = []
     for n, k in ((2 * stored, hidden), (hidden, stored)):
         k = -(-k // multiple) * multiple
-        lead = (experts, rows // experts) if layout == "masked" else (rows,)
+        lead = (experts, rows // experts) if call.layout == "masked" else (rows,)
         a = jax.ShapeDtypeStruct((*lead, k), jnp.uint8)
         b = jax.ShapeDtypeStruct((experts, n, k), jnp.uint8)
         planned = call.plan((a, None, b) if call.scaled else (a, b))
