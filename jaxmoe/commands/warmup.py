@@ -9,8 +9,8 @@ from pathlib import Path
 from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
 from jaxmoe.cuda import arch as arches
 from jaxmoe.cuda import cubin_cache
-from jaxmoe.cuda.deepgemm.warmup import kernels_for
 from jaxmoe.errors import CheckpointError
+from jaxmoe.layer.kernels import kernels_for
 from jaxmoe.quant.formats import BF16, FORMATS, MXFP4, FP8Block, FP8BlockUE8M0, WeightFormat
 
 _SHAPE = ("experts", "hidden", "intermediate", "top_k")

@@ -76,7 +76,7 @@ def moe(
     y = transport.combine(routed, dispatched)
 
     shared = shared_experts(params.shared, x, config, execution, valid=valid)
-    y = y if shared is None else add(y, shared, execution)
+    y = y if shared is None else y + shared
     return y.astype(x.dtype).reshape(shape)
 
 
@@ -112,13 +112,6 @@ def shared_experts(
         return None
     all_tokens = everyone(shared, x, valid, deterministic=execution.deterministic)
     return experts(shared.experts, x, all_tokens.ids, all_tokens.weights, config, execution)
-
-
-def add(y: Array, shared: Array, execution: Execution) -> Array:
-    """The routed and the shared experts' outputs together, f32 [T, H]."""
-    if execution.deterministic:  # as one loop with what makes them, the compiler may contract these additions, by size
-        y, shared = jax.lax.optimization_barrier((y, shared))
-    return y + shared
 
 
 def experts(
@@ -158,7 +151,9 @@ def experts(
     h = gemm(rows, weights.gate_up, bias=weights.gate_up_bias)
     a = gated_act(h, config.activation, quant=quant, valid=valid, backend=by_row)
     y = gemm(rows.with_rows(a), weights.down, bias=weights.down_bias)
-    return unpermute(y, grouping.slots, combine_weights, out_dtype=jnp.float32)
+    y = unpermute(y, grouping.slots, combine_weights, out_dtype=jnp.float32)
+    # As one loop with what comes next, the compiler may contract products and sums in some sizes and not in others.
+    return jax.lax.optimization_barrier(y) if execution.deterministic else y
 
 
 def expected_rows(tokens: int, choices: int, experts: int) -> int:

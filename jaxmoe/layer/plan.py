@@ -8,6 +8,7 @@ import textwrap
 from jaxmoe.config import Execution, Layout, MoEConfig
 from jaxmoe.cuda.arch import Arch
 from jaxmoe.errors import ShapeError
+from jaxmoe.layer.kernels import kernels_for
 from jaxmoe.layer.pipeline import choose_layout
 from jaxmoe.layer.roofline import (
     GPU,
@@ -21,7 +22,7 @@ from jaxmoe.layer.roofline import (
     touched_experts,
 )
 from jaxmoe.ops import grouped_gemm
-from jaxmoe.ops.permute import padded_rows
+from jaxmoe.ops.permute import buffer_rows
 
 _REASONS: dict[Layout, str] = {
     "psum": "experts follow each other, so memory grows with the rows in use and not with tokens × experts",
@@ -143,7 +144,7 @@ def plan(
     assignments = tokens * (config.router.top_k + config.fused_slots)
     asked = ("deepgemm", "reference") if gpu and execution.backend == "auto" else execution.backend
     alignment = execution.row_alignment or grouped_gemm.row_alignment(asked)
-    capacity = rows_capacity(layout, tokens, assignments, experts, alignment, execution.masked_capacity)
+    capacity = buffer_rows(layout, tokens, assignments, experts, alignment, execution.masked_capacity)
     touched = touched_experts(tokens, config) + (config.fused_slots if tokens else 0)
     backend, backend_reason, kernels = _kernels(config, tokens, execution, itemsize, gpu)
     return Plan(
@@ -163,22 +164,6 @@ def plan(
         stages=room_stages(config, tokens, execution, assignments, touched, itemsize, gpu),
         gpu=gpu,
     )
-
-
-def rows_capacity(
-    layout: Layout, tokens: int, assignments: int, experts: int, alignment: int, masked_capacity: int | None
-) -> int:
-    """Rows M (E·C for masked) of the buffers that ``group_tokens`` makes; they hold any routing.
-
-    Raises:
-      ShapeError: the masked capacity is below T.
-    """
-    if layout != "masked":
-        return padded_rows(assignments, experts, alignment)
-    capacity = tokens if masked_capacity is None else masked_capacity
-    if capacity < tokens:
-        raise ShapeError(f"masked_capacity is {capacity}, below the {tokens} rows an expert may get; raise it")
-    return experts * max(round_up(capacity, alignment), alignment)
 
 
 def _memory(config: MoEConfig, tokens: int, execution: Execution, rows: int, itemsize: int) -> Memory:
@@ -233,8 +218,6 @@ def _deepgemm(
     config: MoEConfig, tokens: int, execution: Execution, itemsize: int, gpu: GPU | None
 ) -> tuple[str | None, str]:
     """Why DeepGEMM cannot take the case, or None; and its kernels."""
-    from jaxmoe.cuda.deepgemm.warmup import kernels_for  # which asks this module for the number of rows
-
     if gpu is None:
         return "this machine has no GPU it knows", ""
     if "deepgemm" not in grouped_gemm.BACKENDS:

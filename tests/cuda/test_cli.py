@@ -16,8 +16,8 @@ from jaxmoe.commands import doctor
 from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
 from jaxmoe.cuda import arch, cubin_cache, ffi, headers, target
 from jaxmoe.cuda.deepgemm import call
-from jaxmoe.cuda.deepgemm.warmup import kernels_for
 from jaxmoe.errors import BackendUnavailable
+from jaxmoe.layer.kernels import kernels_for
 from jaxmoe.layer.params import ExpertWeights, MoEParams, RouterParams, SharedParams
 from jaxmoe.layer.pipeline import moe
 from jaxmoe.ops import grouped_gemm
@@ -241,7 +241,7 @@ def test_warmup_reads_a_checkpoint(cache, tmp_path, capsys, quantization, target
         (["--arch", "sm_90a", *SHAPE], "--arch sm_90a needs --num-sms"),
         (["--arch", "sm_90a", "--num-sms", "131", *SHAPE], "num_sms is 131"),
         (["--arch", "sm_120a", "--num-sms", "100", *SHAPE], "architecture 'sm_120a'"),
-        ([*FOR_H200, *SHAPE, "--layout", "masked", "--masked-capacity", "4", "--tokens", "8"], "masked_capacity is 4"),
+        ([*FOR_H200, *SHAPE, "--layout", "masked", "--masked-capacity", "4", "--tokens", "8"], "masked_capacity 4 is"),
     ],
 )
 def test_mistakes_are_one_line(cache, capsys, arguments, message):

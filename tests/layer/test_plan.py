@@ -9,12 +9,12 @@ import pytest
 
 from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
 from jaxmoe.cuda.arch import Arch
-from jaxmoe.cuda.deepgemm.warmup import kernels_for
+from jaxmoe.layer.kernels import kernels_for
 from jaxmoe.layer.pipeline import choose_layout
-from jaxmoe.layer.plan import Plan, plan, rows_capacity
+from jaxmoe.layer.plan import Plan, plan
 from jaxmoe.layer.roofline import GPUS, weight_bytes
 from jaxmoe.ops import grouped_gemm
-from jaxmoe.ops.permute import group_tokens
+from jaxmoe.ops.permute import buffer_rows, group_tokens
 from jaxmoe.ops.quantize import quantize
 from jaxmoe.quant.formats import BF16, FORMATS, MXFP4, MXFP8, FP8Block
 from jaxmoe.quant.weights import quantize_weight
@@ -47,7 +47,7 @@ def test_rows_hold_the_worst_routing():
         for counts in itertools.product(range(assignments + 1), repeat=experts):
             if sum(counts) == assignments:
                 worst = max(worst, sum(-(-c // alignment) * alignment for c in counts))
-        capacity = rows_capacity("psum", 1, assignments, experts, alignment, None)
+        capacity = buffer_rows("psum", 1, assignments, experts, alignment, None)
         assert worst <= capacity < assignments + (min(experts, assignments) + 1) * alignment
         assert capacity % alignment == 0
 
@@ -56,7 +56,7 @@ def test_masked_rows_are_tokens_per_expert():
     masked = functools.partial(Execution, layout="masked")
     assert plan(DEEPSEEK_V3, 100, masked(), device="H200").capacity == 256 * 128
     assert plan(DEEPSEEK_V3, 100, masked(masked_capacity=200), device="H200").capacity == 256 * 256
-    with pytest.raises(ValueError, match="masked_capacity is 99, below the 100 rows"):
+    with pytest.raises(ValueError, match="masked_capacity 99 is below the 100 tokens"):
         plan(DEEPSEEK_V3, 100, masked(masked_capacity=99))
 
 
@@ -64,7 +64,7 @@ def test_masked_rows_are_tokens_per_expert():
 def test_capacity_is_that_of_the_grouped_rows(layout):
     ids = jnp.zeros((13, 3), jnp.int32)
     grouping = group_tokens(ids, 5, layout=layout, alignment=8)
-    assert grouping.source.shape[0] == rows_capacity(layout, 13, 39, 5, 8, None)
+    assert grouping.source.shape[0] == buffer_rows(layout, 13, 39, 5, 8, None)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

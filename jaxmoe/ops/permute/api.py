@@ -51,6 +51,28 @@ class Grouping:
         return (self.source >= 0).reshape(self.row_shape)
 
 
+def buffer_rows(
+    layout: Layout, tokens: int, choices: int, num_experts: int, alignment: int, capacity: int | None = None
+) -> int:
+    """Rows M (E·C of the masked layout) of the buffer that :func:`group_tokens` makes; they hold any routing.
+
+    Args:
+      tokens: N. choices: N·K.
+      layout, num_experts, alignment, capacity: as of :func:`group_tokens`.
+
+    Raises:
+      ShapeError: the masked capacity is below N.
+    """
+    if layout != "masked":
+        return padded_rows(choices, num_experts, alignment)
+    capacity = tokens if capacity is None else capacity
+    if capacity < tokens:
+        raise ShapeError(
+            f"masked_capacity {capacity} is below the {tokens} tokens an expert may get; raise it to at least {tokens}"
+        )
+    return num_experts * max(_round_up(capacity, alignment), alignment)
+
+
 def padded_rows(rows: int, num_experts: int, alignment: int) -> int:
     """Rows of a buffer that just holds ``rows`` rows whatever their experts, each expert padded to ``alignment``."""
     return (rows + min(num_experts, rows) * (alignment - 1)) // alignment * alignment
@@ -81,24 +103,19 @@ def group_tokens(
     if ids.ndim != 2 or ids.dtype != jnp.int32:
         raise ShapeError(f"ids are {ids.dtype}{list(ids.shape)}; they must be int32 [N, K]")
     n, k = ids.shape
+    num_rows = buffer_rows(layout, n, n * k, num_experts, alignment, capacity)
     if layout == "masked":
-        capacity = n if capacity is None else capacity
-        if capacity < n:
-            raise ShapeError(
-                f"masked capacity {capacity} is below the {n} tokens an expert may get; raise it to at least {n}"
-            )
-        capacity = max(_round_up(capacity, alignment), alignment)
+        capacity = num_rows // num_experts
         first = jnp.argmax(ids[:, :, None] == ids[:, None, :], axis=-1)
         repeated = first < jnp.arange(k)
         counts, owner, rank = _ranks(jnp.where(repeated, -1, ids), num_experts)
         slots = jnp.where(owner < num_experts, owner * capacity + rank, -1)
         slots = jnp.take_along_axis(slots, first, axis=1)
-        return Grouping(counts, slots, inverse_slots(slots, num_experts * capacity), layout, alignment)
+        return Grouping(counts, slots, inverse_slots(slots, num_rows), layout, alignment)
     counts, owner, rank = _ranks(ids, num_experts)
     padded = lax.div(counts + (alignment - 1), alignment) * alignment
     starts = jnp.cumsum(padded, dtype=jnp.int32) - padded
     slots = jnp.where(owner < num_experts, starts[jnp.minimum(owner, num_experts - 1)] + rank, -1)
-    num_rows = padded_rows(n * k, num_experts, alignment)
     group = starts + counts
     if layout == "contiguous":
         place = jnp.where(slots >= 0, slots, num_rows)

@@ -12,9 +12,9 @@ from jaxmoe.cuda.arch import Arch
 from jaxmoe.cuda.deepgemm.call import GemmCall
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.layer.pipeline import choose_layout, expected_rows
-from jaxmoe.layer.plan import rows_capacity
 from jaxmoe.ops.grouped_gemm import row_alignment
 from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call
+from jaxmoe.ops.permute import buffer_rows
 from jaxmoe.quant.formats import WeightFormat
 
 
@@ -46,7 +46,7 @@ def kernels_for(
     found: dict[KernelSource, None] = {}
     for t in tokens:
         for fmt, experts, choices, width in mlps:
-            rows = rows_capacity(layout, t, t * choices, experts, alignment, capacity)
+            rows = buffer_rows(layout, t, t * choices, experts, alignment, capacity)
             call = gemm_call(fmt, layout, arch, alignment=alignment, expected_m=expected_rows(t, choices, experts))
             found |= dict.fromkeys(_mlp(call, fmt, rows, experts, (config.hidden, width)))
     return list(found)
