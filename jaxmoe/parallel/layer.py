@@ -17,7 +17,7 @@ from jaxmoe.dispatch.local import Local
 from jaxmoe.errors import ShapeError
 from jaxmoe.layer.checks import check_inputs, check_params
 from jaxmoe.layer.params import MoEParams
-from jaxmoe.layer.pipeline import add, choose_experts, experts, shared_experts
+from jaxmoe.layer.pipeline import choose_experts, experts, shared_experts
 from jaxmoe.parallel.collectives import gather, gather_equal, reduce_partial
 from jaxmoe.parallel.mesh import ParallelLayout, devices
 from jaxmoe.parallel.params import local_config, param_specs
@@ -176,7 +176,7 @@ def _layer(
     shared = functools.partial(shared_experts, params.shared, config=config, execution=execution)
     if axes["shared"] == axes["intermediate"]:
         partial = shared(x, valid=valid)
-        y = total(y if partial is None else add(y, partial, execution), axes["intermediate"])
+        y = total(y if partial is None else y + partial, axes["intermediate"])
     else:
         y = total(y, axes["intermediate"])
         source, along = mine, _among(axes["shared"], layout.home)
@@ -187,7 +187,7 @@ def _layer(
         over += tuple(a for a in axes["shared"] if a not in over)
         partial = shared(gather(source.x, along), valid=gather(source.valid, along))
         if partial is not None:
-            y = add(y, total(partial, over), execution)
+            y = y + total(partial, over)
     y = gather_equal(y.astype(tokens.x.dtype), layout.sliced)
     return y[: tokens.x.shape[0]].reshape(shape)
 
