@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxmoe import checkpoint, errors, nn
+    from jaxmoe import checkpoint, errors, nn, parallel
     from jaxmoe.config import Activation, Execution, MoEConfig, RouterConfig, SharedExperts
     from jaxmoe.layer.params import MoEParams
     from jaxmoe.layer.pipeline import moe
@@ -36,7 +36,7 @@ _HOME = {
     "plan": "jaxmoe.layer.plan",
     "route": "jaxmoe.router",
 }
-_MODULES = ("checkpoint", "errors", "nn")
+_MODULES = ("checkpoint", "errors", "nn", "parallel")
 
 __version__ = "0.1.0"
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "errors",
     "moe",
     "nn",
+    "parallel",
     "plan",
     "route",
 ]

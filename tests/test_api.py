@@ -14,11 +14,13 @@ import pytest
 import jaxmoe
 import jaxmoe.nn.linen
 import jaxmoe.nn.moe
+import jaxmoe.parallel
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = {
     "jaxmoe": """BF16 MXFP4 MXFP8 Activation Execution FP8Block FP8BlockUE8M0 MoEConfig MoEParams RouterConfig Routing
-        SharedExperts __version__ checkpoint debug errors moe nn plan route""",
+        SharedExperts __version__ checkpoint debug errors moe nn parallel plan route""",
+    "jaxmoe.parallel": "AllToAll ParallelLayout moe_parallel param_specs shard_params",
     "jaxmoe.nn": "SHARDING Buffer MoE QuantizedParam linen",
 }
 

@@ -36,8 +36,8 @@ class AllToAll:
     rank, in f32. Row i of what rank s sends to rank d is the i-th of s's tokens for d, so that places follow from ids
     alone, and a token's bits neither from its place nor from other tokens.
 
-    Buffers are padded to what any routing may need, T rows a pair of ranks: nothing is ever dropped. ``capacity`` is
-    about the wire only.
+    Buffers are padded to what any routing may need, so that nothing is ever dropped: T rows for each pair of ranks, of
+    which R·T arrive, and R·T·K grouped rows behind them. ``capacity`` is about the wire only.
 
     Attributes:
       axis: the mesh axes of the R ranks, major first.

@@ -51,7 +51,8 @@ def moe(
       routing: ids and final weights [T, K] to use in place of the router's; ``routed_scaling_factor`` must
         already be in the weights. A repeated id counts each time. Where the ids are known, one outside -1..E-1 is an
         error; when traced, it is no expert.
-      transport: how tokens reach experts on other devices; None: all experts are here.
+      transport: how tokens reach experts on other devices, inside ``shard_map``; ``params`` then hold this device's
+        experts only. None: all experts are here.
 
     Returns:
       [..., H] in x's dtype.

@@ -8,6 +8,7 @@ cut out as its format needs, widened by zeros where a cut would fall inside a bl
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,7 @@ def shard_params(params: MoEParams, config: MoEConfig, layout: ParallelLayout, m
     return jax.device_put(MoEParams(params.router, experts, shared), shardings)
 
 
+@functools.partial(jax.jit, static_argnums=1)  # or each of the many cuts would be compiled by itself
 def _cut_stack(w: ExpertWeights, cuts: _Cuts) -> ExpertWeights:
     """All parts of I, one after the other along the experts; the down bias once."""
     if len(cuts.ranges) == 1:

@@ -16,14 +16,14 @@ from jaxmoe.quant.formats import FORMATS
 from jaxmoe.router import Routing
 from jaxmoe.testing import calc_diff
 
-ONE, TWO, THREE = {"d": 8}, {"d": 2, "e": 4}, {"d": 2, "e": 2, "t": 2}
+ONE, FOUR, TWO, THREE = {"d": 8}, {"d": 4}, {"d": 2, "e": 4}, {"d": 2, "e": 2, "t": 2}
 LAYOUTS = {
     "tp_tp": (ONE, ParallelLayout(intermediate="d", shared="d")),
-    "dp_tp": (ONE, ParallelLayout(tokens=P("d"), intermediate="d", shared="d")),
+    "dp_tp": (FOUR, ParallelLayout(tokens=P("d"), intermediate="d", shared="d")),
     "tp_ep": (ONE, ParallelLayout(experts="d", shared="d")),
     "dp_ep": (ONE, ParallelLayout(tokens=P("d"), experts="d")),
     "cp_ep": (ONE, ParallelLayout(tokens=P(None, "d"), experts="d")),
-    "cp_tp": (ONE, ParallelLayout(tokens=P(None, "d"), intermediate="d")),
+    "cp_tp": (FOUR, ParallelLayout(tokens=P(None, "d"), intermediate="d")),
     "dp_cp_ep": (TWO, ParallelLayout(tokens=P("d", "e"), experts=("e", "d"))),
     "dp_ep_tp": (THREE, ParallelLayout(tokens=P("d"), experts="e", intermediate="t", shared="t")),
     "mixed": (THREE, ParallelLayout(tokens=P(("d", "t")), experts="e", intermediate="t", shared=("t", "e"))),
@@ -32,8 +32,11 @@ LAYOUTS = {
 KINDS = ("softmax", "grouped", "hash", "gpt_oss", "given")
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "quantised"])
-@pytest.mark.parametrize("name", LAYOUTS)
+QUANTISED = ("tp_tp", "tp_ep", "dp_ep", "mixed")
+CASES = [(name, True) for name in LAYOUTS] + [(name, False) for name in QUANTISED]
+
+
+@pytest.mark.parametrize(("name", "exact"), CASES, ids=[f"{n}-{'exact' if e else 'quantised'}" for n, e in CASES])
 def test_equals_one_device(rng, mesh, layer, name, exact):
     """Exact: to 1e-5 of the largest output. Quantised rows are cut into other blocks where I is cut; then the format's
     bound holds for both GEMMs, and elsewhere 1e-5 again."""
