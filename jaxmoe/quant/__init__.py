@@ -15,6 +15,7 @@ from jaxmoe.quant.formats import FP8Block as FP8Block
 from jaxmoe.quant.formats import FP8BlockUE8M0 as FP8BlockUE8M0
 from jaxmoe.quant.formats import WeightFormat as WeightFormat
 from jaxmoe.quant.sharding import concat_n as concat_n
+from jaxmoe.quant.sharding import pad_k as pad_k
 from jaxmoe.quant.sharding import pad_n as pad_n
 from jaxmoe.quant.sharding import slice_experts as slice_experts
 from jaxmoe.quant.sharding import slice_k as slice_k

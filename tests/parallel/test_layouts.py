@@ -32,7 +32,7 @@ LAYOUTS = {
 KINDS = ("softmax", "grouped", "hash", "gpt_oss", "given")
 
 
-QUANTISED = ("tp_tp", "tp_ep", "dp_ep", "mixed")
+QUANTISED = {"tp_tp": "FP8Block", "tp_ep": "MXFP4", "dp_ep": "MXFP8", "mixed": "FP8BlockUE8M0"}
 CASES = [(name, True) for name in LAYOUTS] + [(name, False) for name in QUANTISED]
 
 
@@ -42,7 +42,7 @@ def test_equals_one_device(rng, mesh, layer, name, exact):
     bound holds for both GEMMs, and elsewhere 1e-5 again."""
     sizes, layout = LAYOUTS[name]
     index = list(LAYOUTS).index(name)
-    fmt = list(FORMATS.values())[(index + 2 * (not exact)) % 5]
+    fmt = list(FORMATS.values())[index % 5] if exact else FORMATS[QUANTISED[name]]
     kind = KINDS[(index + index // 5 + 3 * (not exact)) % 5]
     config, params = layer(
         fmt,

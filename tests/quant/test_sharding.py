@@ -65,6 +65,11 @@ def test_parts_join_to_the_whole(format, rng):
     np.testing.assert_array_equal(quant.dequantize(padded)[:, :256], quant.dequantize(w))
     np.testing.assert_array_equal(quant.dequantize(padded)[:, 256:], 0)
     assert quant.from_canonical(padded.values, quant.canonical_scales(padded), format, 160).n == 333
+    for k in (160, 170, 300):
+        padded = quant.pad_k(w, k)
+        assert (padded.k, padded.k_padded) == (k, -(-k // format.k_multiple) * format.k_multiple)
+        np.testing.assert_array_equal(quant.dequantize(padded)[:, :, :160], quant.dequantize(w))
+        np.testing.assert_array_equal(quant.dequantize(padded)[:, :, 160:], 0)
 
 
 def test_what_cannot_be_exact_is_refused_with_the_numbers(rng):
@@ -81,6 +86,8 @@ def test_what_cannot_be_exact_is_refused_with_the_numbers(rng):
         quant.slice_experts(w, 1, 3)
     with pytest.raises(ShapeError, match=r"cannot pad 320 rows to 10"):
         quant.pad_n(w, 10)
+    with pytest.raises(ShapeError, match=r"cannot pad 320 columns to 10"):
+        quant.pad_k(w, 10)
     with pytest.raises(FormatError, match=r"different format: jaxmoe.FP8Block, jaxmoe.MXFP4"):
         quant.concat_n([w, random_weight(rng, 2, 320, 320, MXFP4)])
     with pytest.raises(ShapeError, match="different n: 320, 64"):
