@@ -1,0 +1,47 @@
+"""Training: a few steps, and what is saved in each format."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import jaxmoe
+
+
+def test_a_few_steps_lower_the_loss_and_all_formats_load(example, script, tmp_path):
+    steps, rate = 16, 0.003
+    sizes = ("--steps", str(steps), "--layers", "2", "--batch", "2", "--length", "64", "--report", "5")
+    done = script("train.py", *sizes, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", done.stdout, re.MULTILINE)]
+    assert len(losses) == 5 and losses[-1] < losses[0] - 1.5
+    assert re.search(r"[\d,]+ tokens/s, share of experts \(%\) \d+", done.stdout)
+    found = re.search(r"^held out: ([\d.]+) nats/byte$", done.stdout, re.MULTILINE)
+    assert found
+    model, train = example("model"), example("train")
+    _, held_out = example("corpus").corpus()
+    formats = {"bf16": jaxmoe.BF16, "fp8block": jaxmoe.FP8Block, "mxfp4": jaxmoe.MXFP4}
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(formats)
+    for name, fmt in formats.items():
+        decoder = model.load(tmp_path / name)
+        assert {block.ffn.config.weights for block in decoder.blocks} == {fmt}
+        if name == "fp8block":
+            loss = train.evaluate(decoder, held_out, 64)
+            assert loss == pytest.approx(float(found[1]), abs=0.05), name
+    # Balancing has moved the selection bias, by at most a step each time.
+    bias = np.asarray(decoder.blocks[1].ffn.params.router.correction_bias)
+    assert 0 < np.abs(bias).max() <= steps * rate * 1.001 and len(set(bias.tolist())) > 1
+    assert decoder.blocks[0].ffn.params.router.correction_bias is None
+    converted = model.load(tmp_path / "mxfp4", "FP8Block")
+    assert {block.ffn.config.weights for block in converted.blocks} == {jaxmoe.FP8Block}
+
+
+def test_sizes_that_cannot_be_are_refused(example, capsys):
+    train = example("train")
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--steps", "0"])
+    assert "--steps is 0; it must be at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"--length is 1000000; it must be below the \d+ bytes held out"):
+        train.main(["--length", "1000000"])
