@@ -61,7 +61,11 @@ def test_inputs(mesh):
         moe_parallel(sharded, x, config, dataclasses.replace(layout, tokens=P(None, "e")), devices)
     with pytest.raises(ValueError, match=r"AllToAll.*layout.experts names no mesh axis"):
         moe_parallel(params, x, config, ParallelLayout(), devices, transport=AllToAll("e"))
-    with pytest.raises(ShapeError, match=r"gate_up holds 2 experts; the config says 4"):
+    with pytest.raises(ShapeError, match=r"gate_up holds 1 experts; the config says 4"):  # not cut along I
+        moe_parallel(params, x, config, ParallelLayout(intermediate="e"), devices)
+    config, params = marker_layer(4, 2, shared=1.0, fused=True)
+    sharded = shard_params(params, config, layout, devices)
+    with pytest.raises(ShapeError, match=r"gate_up holds 4 experts; the config says 3"):  # fused copies for 4 devices
         moe_parallel(sharded, x, config, ParallelLayout(experts="d"), mesh(d=2, e=2))
     with pytest.raises(ShapeError, match="capacity is 0; it must be at least 1"):
         AllToAll("e", 0)
