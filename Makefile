@@ -8,6 +8,7 @@ SETUP := $(VENV)/.setup
 
 demo: $(SETUP)
 	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/generate.py
 
 test: $(SETUP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from jaxmoe.cuda import target
 from jaxmoe.errors import BackendUnavailable
+
+LOWERS = jax.__version_info__ < (0, 12)
+"""Whether this JAX lowers the kernels: Mosaic GPU of 0.12 refuses stores that cover parts of 128-byte lines."""
 
 UNIT = 64
 """Columns that the kernels work in; widths must be multiples of it."""
@@ -27,10 +32,15 @@ class Tile:
 
 
 def require_gpu() -> None:
-    """Raises ``BackendUnavailable`` unless the default device is what the program is traced for.
+    """Raises ``BackendUnavailable`` unless JAX lowers the kernels and its device is what the program is traced for.
 
     Pallas compiles for the device at hand, never for a named target.
     """
+    if not LOWERS:
+        raise BackendUnavailable(
+            f"the Pallas kernels are written for Mosaic GPU of JAX 0.11, this is {jax.__version__}; 'auto' takes XLA's "
+            "fusion of the reference instead"
+        )
     chosen = target.current()
     with target.target(None):
         here = target.current()
