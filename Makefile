@@ -11,7 +11,7 @@ demo: $(SETUP)
 	$(BIN)/python examples/generate.py
 
 test: $(SETUP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(SETUP)
 	$(BIN)/ruff check .

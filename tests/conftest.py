@@ -19,6 +19,8 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes may share a GPU
+
 import jax
 import numpy as np
 import pytest
@@ -42,6 +44,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     have = jax.device_count() if jax.default_backend() == "gpu" else 0
     if have < need:
         pytest.skip(f"needs {need} CUDA GPUs, this machine has {have}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Compiled programs go with their module: kept, they use up the memory maps that a process may have."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
