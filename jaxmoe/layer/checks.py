@@ -12,13 +12,14 @@ from jaxmoe.layer.params import ExpertWeights, MoEParams
 from jaxmoe.quant.formats import WeightFormat
 from jaxmoe.quant.tensors import GroupedWeight, scales_like
 from jaxmoe.router import Routing, check_routing
+from jaxmoe.sizes import round_up
 
 Host = Array | np.ndarray
 
 
 def stored_width(intermediate: int, fmt: WeightFormat) -> int:
     """Ip: the intermediate width as stored, I padded to what the format's kernels take."""
-    return -(-intermediate // fmt.k_multiple) * fmt.k_multiple
+    return round_up(intermediate, fmt.k_multiple)
 
 
 def check_params(params: MoEParams, config: MoEConfig, *, held: int | None = None) -> None:

@@ -11,11 +11,13 @@ from jaxmoe.config import Execution, MoEConfig
 from jaxmoe.cuda.arch import Arch
 from jaxmoe.cuda.deepgemm.call import GemmCall
 from jaxmoe.cuda.source import KernelSource
+from jaxmoe.layer.checks import stored_width
 from jaxmoe.layer.pipeline import choose_layout, expected_rows
 from jaxmoe.ops.grouped_gemm import row_alignment
 from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call
 from jaxmoe.ops.permute import buffer_rows
 from jaxmoe.quant.formats import WeightFormat
+from jaxmoe.sizes import round_up
 
 
 def kernels_for(
@@ -55,11 +57,10 @@ def kernels_for(
 def _mlp(call: GemmCall, fmt: WeightFormat, rows: int, experts: int, sizes: tuple[int, int]) -> list[KernelSource]:
     """Both GEMMs of ``experts`` expert MLPs over ``rows`` rows in all."""
     hidden, intermediate = sizes
-    multiple = fmt.k_multiple
-    stored = -(-intermediate // multiple) * multiple
+    stored = stored_width(intermediate, fmt)
     sources = []
     for n, k in ((2 * stored, hidden), (hidden, stored)):
-        k = -(-k // multiple) * multiple
+        k = round_up(k, fmt.k_multiple)
         lead = (experts, rows // experts) if call.layout == "masked" else (rows,)
         a = jax.ShapeDtypeStruct((*lead, k), jnp.uint8)
         b = jax.ShapeDtypeStruct((experts, n, k), jnp.uint8)

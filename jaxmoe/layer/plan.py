@@ -17,12 +17,12 @@ from jaxmoe.layer.roofline import (
     find_gpu,
     mlp_weights,
     room_stages,
-    round_up,
     row_bytes,
     touched_experts,
 )
 from jaxmoe.ops import grouped_gemm
 from jaxmoe.ops.permute import buffer_rows
+from jaxmoe.sizes import round_up
 
 _REASONS: dict[Layout, str] = {
     "psum": "experts follow each other, so memory grows with the rows in use and not with tokens × experts",

@@ -14,6 +14,7 @@ import jax
 from jaxmoe.config import Execution, MoEConfig
 from jaxmoe.quant.formats import WeightFormat
 from jaxmoe.quant.tensors import scales_like
+from jaxmoe.sizes import round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +75,6 @@ def weight_bytes(fmt: WeightFormat, experts: int, n: int, k: int, itemsize: int 
     if scales is None:
         return experts * n * k * itemsize, 0
     return experts * n * k * fmt.bits // 8, scales.size * scales.dtype.itemsize
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below ``value``."""
-    return -(-value // multiple) * multiple
 
 
 def find_gpu(device: str | None) -> GPU | None:

@@ -16,15 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmoe.errors import ShapeError
+from jaxmoe.sizes import round_up
 
 Array = jax.Array
 
 NEUTRAL_BYTE = 127
 """The e8m0 byte of 1.0."""
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
 
 
 def _pad(x: Array, rows: int, groups: int, fill: int | float) -> Array:
@@ -44,7 +41,7 @@ def mn_major_f32(scales: Array) -> Array:
     """
     scales = jnp.asarray(scales, dtype=jnp.float32)
     m, s = scales.shape[-2:]
-    return jnp.swapaxes(_pad(scales, _round_up(m, 4), s, 1.0), -1, -2)
+    return jnp.swapaxes(_pad(scales, round_up(m, 4), s, 1.0), -1, -2)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -80,7 +77,7 @@ def pack_ue8m0(scales: Array, *, fill: int = NEUTRAL_BYTE) -> Array:
     """
     scales = jnp.asarray(scales, dtype=jnp.uint8)
     m, s = scales.shape[-2:]
-    ma, p = _round_up(m, 4), -(-s // 4)
+    ma, p = round_up(m, 4), -(-s // 4)
     e = _pad(scales, ma, 4 * p, fill).reshape(*scales.shape[:-2], ma, p, 4).astype(jnp.uint32)
     words = e[..., 0] | (e[..., 1] << 8) | (e[..., 2] << 16) | (e[..., 3] << 24)
     return jnp.swapaxes(lax.bitcast_convert_type(words, jnp.int32), -1, -2)
@@ -108,5 +105,5 @@ def unpack_ue8m0(words: Array, m: int, s: int) -> Array:
 
 
 def _check_rows(ma: int, m: int) -> None:
-    if ma != _round_up(m, 4):
-        raise ShapeError(f"a scale array for {m} rows has row stride {_round_up(m, 4)}, got {ma}")
+    if ma != round_up(m, 4):
+        raise ShapeError(f"a scale array for {m} rows has row stride {round_up(m, 4)}, got {ma}")

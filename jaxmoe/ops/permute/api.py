@@ -17,6 +17,7 @@ from jaxmoe.config import Layout
 from jaxmoe.errors import ShapeError
 from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.ops.rows import GroupedRows
+from jaxmoe.sizes import round_up
 
 Array = jax.Array
 
@@ -70,7 +71,7 @@ def buffer_rows(
         raise ShapeError(
             f"masked_capacity {capacity} is below the {tokens} tokens an expert may get; raise it to at least {tokens}"
         )
-    return num_experts * max(_round_up(capacity, alignment), alignment)
+    return num_experts * max(round_up(capacity, alignment), alignment)
 
 
 def padded_rows(rows: int, num_experts: int, alignment: int) -> int:
@@ -235,7 +236,3 @@ def _unpermute_bwd(saved: Any, dy: Array) -> tuple[Any, ...]:
 
 
 _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
