@@ -36,6 +36,7 @@ from jaxmoe.quant.formats import BF16, FP8Block, WeightFormat
 from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 
 ALIGNMENT = 128
+GEMMS = ("gate_up", "down")
 TOKENS = {"prefill": 4096, "decode": 128}
 RANKS = {"deepseek-v3": 8, "deepseek-v4-like": 8}  # expert-parallel ranks; the rest on one GPU
 
@@ -100,9 +101,10 @@ def make_rows(tight: jax.Array, counts: np.ndarray, layout: str, fmt: WeightForm
 
 
 @functools.cache
-def ours(expected_m: int) -> Callable[[GroupedRows, GroupedWeight], jax.Array]:
+def ours(expected_m: int, pdl: bool = False) -> Callable[[GroupedRows, GroupedWeight], jax.Array]:
     """The kernel, jitted."""
-    return jax.jit(lambda rows, weight: grouped_gemm(rows, weight, expected_m=expected_m, backend="deepgemm"))
+    options = {"expected_m": expected_m, "pdl": pdl, "backend": "deepgemm"}
+    return jax.jit(lambda rows, weight: grouped_gemm(rows, weight, **options))
 
 
 def rate(case: Case, weight: GroupedWeight, seconds: float) -> str:
@@ -213,13 +215,16 @@ _quantize_rows = jax.jit(quantize, static_argnums=1)
 
 
 def decode_bar() -> dict[str, Any]:
-    """E32, 8 rows each, N 4096, K 7168, masked fp8: how fast the weights are read."""
+    """E32, 8 rows each, N 4096, K 7168, masked fp8: how fast the weights are read, without and with PDL."""
     e, n, k, counts = 32, 4096, 7168, np.full(32, 8, np.int32)
     weight = make_weights(e, n, k)[FP8Block]
     tight = jax.random.normal(jax.random.key(0), (int(counts.sum()), k), jnp.bfloat16)
     rows = make_rows(tight, counts, "masked", FP8Block)
-    seconds = common.kernel_seconds(ours(8), rows, weight, inner=8)
-    return {"us": seconds * 1e6, "GB/s": weight.nbytes / seconds / 1e9}
+    figures = {}
+    for name, pdl in (("", False), (" with PDL", True)):
+        seconds = common.kernel_seconds(ours(8, pdl), rows, weight, inner=16, repeats=9)
+        figures |= {f"us{name}": seconds * 1e6, f"GB/s{name}": weight.nbytes / seconds / 1e9}
+    return figures
 
 
 def host_microseconds() -> dict[str, float]:
@@ -244,6 +249,7 @@ def main() -> None:
     """Runs everything and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=list(GEMMS))
     parser.add_argument("--quick", action="store_true", help="even routing only")
     parser.add_argument("--no-torch", action="store_true", help="leave the torch package out")
     parser.add_argument("--seconds", type=float, default=3600, help="start no further case after this long")
@@ -251,10 +257,8 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     spreads: tuple[Spread, ...] = ("even",) if options.quick else ("even", "skewed")
-    cases = [Case(m, g, p, s) for g in ("gate_up", "down") for m in options.models for p in TOKENS for s in spreads]
-    against = [
-        Case("deepseek-v3", g, p, "skewed" if p == "prefill" else "even") for g in ("gate_up", "down") for p in TOKENS
-    ]
+    cases = [Case(m, g, p, s) for g in options.gemms for m in options.models for p in TOKENS for s in spreads]
+    against = [Case("deepseek-v3", g, p, "skewed" if p == "prefill" else "even") for g in GEMMS for p in TOKENS]
     figures: dict[str, Any] = {"machine": common.machine()}
     print(figures["machine"])
     compile_kernels(cases, [] if options.no_torch else against)
@@ -267,9 +271,9 @@ def main() -> None:
     print(f"ceilings: copy {figures['copy'] / 1e9:.0f} GB/s, XLA bf16 matmul {figures['matmul'] / 1e12:.0f} TFLOP/s")
     print(f"host: {figures['host']['us per call']:.2f} µs per call in a chain inside jit")
     decode = figures["decode"]
-    print(
-        f"masked fp8 decode, E32, 8 rows each, N4096, K7168: {decode['us']:.1f} µs, weights {decode['GB/s']:.0f} GB/s"
-    )
+    for name in ("", " with PDL"):
+        rate = f"{decode[f'us{name}']:.1f} µs, weights {decode[f'GB/s{name}']:.0f} GB/s"
+        print(f"masked fp8 decode, E32, 8 rows each, N4096, K7168{name}: {rate}")
     if not options.no_torch:
         figures["torch"] = against_torch(against)
         print(torch_table(figures["torch"]))

@@ -37,7 +37,7 @@ class RouterConfig:
     """Which K of E experts a token goes to, and with what weights.
 
     Attributes:
-      num_experts: E, the routed experts (shared experts are not counted).
+      num_experts: E, the routed experts in the stacks (shared experts are not counted).
       top_k: K.
       score: how logits become scores; ``raw`` uses the logits themselves.
       softmax_after_topk: take the top K logits first and the softmax over those K (gpt-oss, Mixtral).
@@ -51,6 +51,8 @@ class RouterConfig:
       logit_bias: the parameters hold a bias [E] added to the logits (gpt-oss).
       scaling_factor: ``routed_scaling_factor``; the router multiplies the final weights by it, once.
       hash_routing: ids come from the table ``tid2eid[token id]``; weights are still the scores at those ids.
+      logical_experts: experts that the router knows, where the stacks hold some of them more than once: the parameters
+        then say where the copies are (:func:`jaxmoe.balance.place_experts`). None: all of E, each once.
     """
 
     num_experts: int
@@ -66,12 +68,17 @@ class RouterConfig:
     logit_bias: bool = False
     scaling_factor: float = 1.0
     hash_routing: bool = False
+    logical_experts: int | None = None
 
     def __post_init__(self) -> None:
-        e, k, n, g = self.num_experts, self.top_k, self.num_groups, self.top_groups
-        _positive(num_experts=e, top_k=k, num_groups=n, top_groups=g)
+        e, k, n, g = self.logical, self.top_k, self.num_groups, self.top_groups
+        _positive(num_experts=self.num_experts, logical_experts=e, top_k=k, num_groups=n, top_groups=g)
         _choice("score", self.score, Score)
         _choice("group_score", self.group_score, GroupScore)
+        if e > self.num_experts:
+            raise ShapeError(
+                f"logical_experts is {e} but the stacks hold only {self.num_experts}; every expert needs a place"
+            )
         if k > e:
             raise ShapeError(f"top_k is {k} but there are only {e} experts; lower top_k to at most {e}")
         if e % n:
@@ -96,6 +103,11 @@ class RouterConfig:
             raise ValueError(f"softmax_after_topk goes with score 'softmax', not {self.score!r}")
         if self.hash_routing and (n > 1 or self.correction_bias):
             raise ValueError("hash_routing takes ids from a table: num_groups must be 1 and correction_bias False")
+
+    @property
+    def logical(self) -> int:
+        """Experts that the router chooses among."""
+        return self.num_experts if self.logical_experts is None else self.logical_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,8 +229,11 @@ class Execution:
     Attributes:
       backend: of the GEMMs: ``"auto"``, a backend's name, or names in order. A named backend never falls back. The
         other rooms run ``auto``, unless it is ``"reference"``, which goes for all.
-      layout: how rows are grouped for the GEMMs; ``"auto"`` is psum, whatever T.
+      layout: how rows are grouped for the GEMMs; ``"auto"`` is masked for a few rows per expert where memory allows,
+        else psum, see :func:`jaxmoe.layer.layout.choose_layout`.
       masked_capacity: rows per expert of the masked layout; None takes T (never fewer: nothing is dropped).
+      masked_rows: rows of all experts together that ``"auto"`` may reserve for the masked layout where psum would do
+        with fewer; None: no more than psum.
       row_alignment: rows each expert starts at a multiple of; None takes what the backend needs.
       quantize_activations: False runs quantised weights dequantised, on unquantised rows (the exact oracle).
       deterministic: a token's bits do not depend on batch size, position, rank or neighbours.
@@ -227,6 +242,7 @@ class Execution:
     backend: str | tuple[str, ...] = "auto"
     layout: Layout | Literal["auto"] = "auto"
     masked_capacity: int | None = None
+    masked_rows: int | None = None
     row_alignment: int | None = None
     quantize_activations: bool = True
     deterministic: bool = False
@@ -234,6 +250,6 @@ class Execution:
     def __post_init__(self) -> None:
         if self.layout != "auto":
             _choice("layout", self.layout, Layout)
-        for name in ("masked_capacity", "row_alignment"):
+        for name in ("masked_capacity", "masked_rows", "row_alignment"):
             if getattr(self, name) is not None:
                 _positive(**{name: getattr(self, name)})

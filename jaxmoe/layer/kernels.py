@@ -12,7 +12,7 @@ from jaxmoe.cuda.arch import Arch
 from jaxmoe.cuda.deepgemm.call import GemmCall
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.layer.checks import stored_width
-from jaxmoe.layer.pipeline import choose_layout, expected_rows
+from jaxmoe.layer.layout import choose_layout, expected_rows
 from jaxmoe.ops.grouped_gemm import row_alignment
 from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call
 from jaxmoe.ops.permute import buffer_rows
@@ -23,7 +23,7 @@ from jaxmoe.sizes import round_up
 def kernels_for(
     config: MoEConfig, arch: Arch, tokens: Iterable[int], execution: Execution | None = None
 ) -> list[KernelSource]:
-    """Lists the grouped GEMM kernels of a layer's forward pass, each once.
+    """Lists the GEMM kernels of a layer's forward pass, each once.
 
     The tile is chosen by the number of rows, so different token counts may need different kernels.
 
@@ -38,33 +38,34 @@ def kernels_for(
       ShapeError: sizes that no kernel can take, a masked capacity below T.
     """
     execution = Execution() if execution is None else execution
-    layout, shared = choose_layout(execution), config.shared
+    shared, slots = config.shared, config.fused_slots
     alignment = execution.row_alignment or row_alignment("deepgemm")
-    slots, capacity = config.fused_slots, execution.masked_capacity
-    # Format, experts, choices per token and width of the routed experts, and of a shared one.
-    mlps = [(config.weights, config.router.num_experts + slots, config.router.top_k + slots, config.intermediate)]
-    if shared is not None and not shared.fused:
-        mlps.append((config.shared_format, 1, 1, shared.intermediate))
+    experts, choices = config.router.num_experts + slots, config.router.top_k + slots
     found: dict[KernelSource, None] = {}
     for t in tokens:
-        for fmt, experts, choices, width in mlps:
-            rows = buffer_rows(layout, t, t * choices, experts, alignment, capacity)
-            call = gemm_call(fmt, layout, arch, alignment=alignment, expected_m=expected_rows(t, choices, experts))
-            found |= dict.fromkeys(_mlp(call, fmt, rows, experts, (config.hidden, width)))
+        layout, _ = choose_layout(execution, t, choices, experts, alignment=alignment)
+        rows = buffer_rows(layout, t, t * choices, experts, alignment, execution.masked_capacity)
+        expected = expected_rows(t, choices, experts)
+        call = gemm_call(config.weights, layout, arch, alignment=alignment, expected_m=expected)
+        lead = (experts, rows // experts) if layout == "masked" else (rows,)
+        found |= _mlp(call, config.weights, lead, (experts,), (config.hidden, config.intermediate))
+        if shared is not None and not shared.fused:
+            call = gemm_call(config.shared_format, "dense", arch)
+            found |= _mlp(call, config.shared_format, (t,), (), (config.hidden, shared.intermediate))
     return list(found)
 
 
-def _mlp(call: GemmCall, fmt: WeightFormat, rows: int, experts: int, sizes: tuple[int, int]) -> list[KernelSource]:
-    """Both GEMMs of ``experts`` expert MLPs over ``rows`` rows in all."""
+def _mlp(
+    call: GemmCall, fmt: WeightFormat, rows: tuple[int, ...], stack: tuple[int, ...], sizes: tuple[int, int]
+) -> dict[KernelSource, None]:
+    """Both GEMMs of an MLP over rows [*rows, K], weights [*stack, N, K]."""
     hidden, intermediate = sizes
     stored = stored_width(intermediate, fmt)
-    sources = []
+    sources = {}
     for n, k in ((2 * stored, hidden), (hidden, stored)):
         k = round_up(k, fmt.k_multiple)
-        lead = (experts, rows // experts) if call.layout == "masked" else (rows,)
-        a = jax.ShapeDtypeStruct((*lead, k), jnp.uint8)
-        b = jax.ShapeDtypeStruct((experts, n, k), jnp.uint8)
+        a, b = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((*rows, k), (*stack, n, k)))
         planned = call.plan((a, None, b) if call.scaled else (a, b))
         if planned is not None:
-            sources.append(planned[0])
+            sources[planned[0]] = None
     return sources

@@ -10,16 +10,19 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.config import Execution, Layout, MoEConfig
+from jaxmoe.config import Execution, MoEConfig
 from jaxmoe.dispatch.base import Dispatch
 from jaxmoe.dispatch.local import Local
 from jaxmoe.layer.checks import check_inputs, check_params
+from jaxmoe.layer.layout import choose_layout, expected_rows
 from jaxmoe.layer.params import ExpertWeights, MoEParams, SharedParams
-from jaxmoe.layer.shared_experts import everyone, shared_gate
+from jaxmoe.layer.shared_experts import shared_gate
+from jaxmoe.ops.dense_gemm import dense_gemm
 from jaxmoe.ops.gated_act import gated_act
 from jaxmoe.ops.grouped_gemm import grouped_gemm, row_alignment
 from jaxmoe.ops.permute import group_tokens, permute, unpermute
 from jaxmoe.ops.quantize import quantize
+from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 from jaxmoe.router import Routing, append_shared_slots, route
 
 Array = jax.Array
@@ -71,10 +74,13 @@ def moe(
         x = jnp.where(valid[:, None], x, jnp.zeros((), x.dtype))
 
     tokens = None if token_ids is None else token_ids.reshape(-1)
-    routing = choose_experts(params, x, config, execution, token_ids=tokens, valid=valid, routing=routing)
-    dispatched = transport.dispatch(x, routing.ids, routing.weights, config.router.num_experts)
+    with jax.named_scope("router"):
+        routing = choose_experts(params, x, config, execution, token_ids=tokens, valid=valid, routing=routing)
+    with jax.named_scope("dispatch"):
+        dispatched = transport.dispatch(x, routing.ids, routing.weights, config.router.num_experts)
     routed = experts(params.experts, dispatched.x, dispatched.ids, dispatched.weights, config, execution)
-    y = transport.combine(routed, dispatched)
+    with jax.named_scope("combine"):
+        y = transport.combine(routed, dispatched)
 
     shared = shared_experts(params.shared, x, config, execution, valid=valid)
     y = y if shared is None else y + shared
@@ -108,11 +114,29 @@ def choose_experts(
 def shared_experts(
     shared: SharedParams | None, x: Array, config: MoEConfig, execution: Execution, *, valid: Array | None = None
 ) -> Array | None:
-    """What a shared expert kept apart makes of x [T, H]: f32 [T, H], or None where the layer has none."""
+    """What a shared expert kept apart makes of x [T, H]: f32 [T, H], or None where the layer has none.
+
+    Every token takes it, so its GEMMs are dense and no row moves. Rows that are not valid must be finite.
+    """
     if shared is None or shared.experts is None:
         return None
-    all_tokens = everyone(shared, x, valid, deterministic=execution.deterministic)
-    return experts(shared.experts, x, all_tokens.ids, all_tokens.weights, config, execution)
+    mlp = shared.experts
+    quant = mlp.gate_up.format.activation if execution.quantize_activations else None
+    by_row = _by_row(execution)
+
+    def gemm(rows: Array | QuantizedRows, weight: GroupedWeight, bias: Array | None) -> Array:
+        y = dense_gemm(rows, weight, out_dtype=x.dtype, backend=execution.backend)
+        return y if bias is None else (y.astype(jnp.float32) + bias).astype(x.dtype)
+
+    with jax.named_scope("shared"):
+        rows = x if quant is None else quantize(x, quant, backend=by_row)
+        h = gemm(rows, mlp.gate_up, mlp.gate_up_bias)
+        a = gated_act(h, config.activation, quant=quant, backend=by_row)
+        y = gemm(a, mlp.down, mlp.down_bias).astype(jnp.float32)
+        gate = shared_gate(shared, x, deterministic=execution.deterministic)
+        y = y if gate is None else y * gate[:, None]
+        y = y if valid is None else jnp.where(valid[:, None], y, 0.0)
+        return jax.lax.optimization_barrier(y) if execution.deterministic else y
 
 
 def experts(
@@ -129,39 +153,37 @@ def experts(
     Returns:
       f32 [N, H]: the weighted sum over each row's local experts, 0 for a row without any.
     """
-    grouping = group_tokens(
-        ids,
-        weights.gate_up.num_experts,
-        layout=choose_layout(execution),
-        alignment=execution.row_alignment or row_alignment(execution.backend),
-        capacity=execution.masked_capacity,
-    )
+    num_experts, (tokens, choices) = weights.gate_up.num_experts, ids.shape
+    alignment = execution.row_alignment or row_alignment(execution.backend)
+    layout, _ = choose_layout(execution, tokens, choices, num_experts, alignment=alignment)
     quant = weights.gate_up.format.activation if execution.quantize_activations else None
-    backend, valid = execution.backend, grouping.valid
-    by_row = "reference" if backend == "reference" else "auto"  # other names are the GEMMs' own
+    by_row = _by_row(execution)
     gemm = functools.partial(
         grouped_gemm,
         out_dtype=x.dtype,
-        expected_m=expected_rows(ids.shape[0], ids.shape[1], weights.gate_up.num_experts),
-        backend=backend,
+        expected_m=expected_rows(tokens, choices, num_experts),
+        backend=execution.backend,
     )
 
-    rows = permute(x, grouping)
-    if quant is not None:
-        rows = rows.with_rows(quantize(rows.values, quant, valid=valid, backend=by_row))
-    h = gemm(rows, weights.gate_up, bias=weights.gate_up_bias)
-    a = gated_act(h, config.activation, quant=quant, valid=valid, backend=by_row)
-    y = gemm(rows.with_rows(a), weights.down, bias=weights.down_bias)
-    y = unpermute(y, grouping.slots, combine_weights, out_dtype=jnp.float32)
-    # As one loop with what comes next, the compiler may contract products and sums in some sizes and not in others.
-    return jax.lax.optimization_barrier(y) if execution.deterministic else y
+    with jax.named_scope("pre_permute"):
+        capacity = execution.masked_capacity
+        grouping = group_tokens(ids, num_experts, layout=layout, alignment=alignment, capacity=capacity)
+        valid = grouping.valid
+        rows = permute(x, grouping)
+        if quant is not None:
+            rows = rows.with_rows(quantize(rows.values, quant, valid=valid, backend=by_row))
+    with jax.named_scope("gemm1"):
+        h = gemm(rows, weights.gate_up, bias=weights.gate_up_bias)
+    with jax.named_scope("activation"):
+        a = gated_act(h, config.activation, quant=quant, valid=valid, backend=by_row)
+    with jax.named_scope("gemm2"):
+        y = gemm(rows.with_rows(a), weights.down, bias=weights.down_bias)
+    with jax.named_scope("post_permute"):
+        y = unpermute(y, grouping.slots, combine_weights, out_dtype=jnp.float32)
+        # As one loop with what comes next, the compiler may contract products and sums in some sizes, not in others.
+        return jax.lax.optimization_barrier(y) if execution.deterministic else y
 
 
-def expected_rows(tokens: int, choices: int, experts: int) -> int:
-    """Rows per expert that tiles are chosen for: those of even routing, at least 1."""
-    return max(-(-tokens * choices // experts), 1)
-
-
-def choose_layout(execution: Execution) -> Layout:
-    """The layout a run takes: the one asked for; ``auto`` is psum."""
-    return "psum" if execution.layout == "auto" else execution.layout
+def _by_row(execution: Execution) -> str:
+    """The backend of the rooms between the GEMMs: the names in ``execution`` are the GEMMs' own."""
+    return "reference" if execution.backend == "reference" else "auto"

@@ -9,7 +9,7 @@ from jaxmoe.config import Execution, Layout, MoEConfig
 from jaxmoe.cuda.arch import Arch
 from jaxmoe.errors import ShapeError
 from jaxmoe.layer.kernels import kernels_for
-from jaxmoe.layer.pipeline import choose_layout
+from jaxmoe.layer.layout import choose_layout
 from jaxmoe.layer.roofline import (
     GPU,
     GPUS,
@@ -23,12 +23,6 @@ from jaxmoe.layer.roofline import (
 from jaxmoe.ops import grouped_gemm
 from jaxmoe.ops.permute import buffer_rows
 from jaxmoe.sizes import round_up
-
-_REASONS: dict[Layout, str] = {
-    "psum": "experts follow each other, so memory grows with the rows in use and not with tokens × experts",
-    "masked": "every expert has its own rows, so that a few tokens fill one tile each",
-    "contiguous": "each row is labelled with its expert",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +133,13 @@ def plan(
         raise ShapeError(f"tokens is {tokens!r}; it must be an integer of at least 0")
     execution = Execution() if execution is None else execution
     gpu = find_gpu(device)
-    layout = choose_layout(execution)
     experts = config.router.num_experts + config.fused_slots
     assignments = tokens * (config.router.top_k + config.fused_slots)
     asked = ("deepgemm", "reference") if gpu and execution.backend == "auto" else execution.backend
     alignment = execution.row_alignment or grouped_gemm.row_alignment(asked)
+    layout, reason = choose_layout(
+        execution, tokens, config.router.top_k + config.fused_slots, experts, alignment=alignment
+    )
     capacity = buffer_rows(layout, tokens, assignments, experts, alignment, execution.masked_capacity)
     touched = touched_experts(tokens, config) + (config.fused_slots if tokens else 0)
     backend, backend_reason, kernels = _kernels(config, tokens, execution, itemsize, gpu)
@@ -152,7 +148,7 @@ def plan(
         tokens=tokens,
         execution=execution,
         layout=layout,
-        layout_reason="asked for" if execution.layout != "auto" else _REASONS[layout],
+        layout_reason=reason,
         alignment=alignment,
         capacity=capacity,
         assignments=assignments,

@@ -1,0 +1,121 @@
+"""What ran on the device while a program ran: every kernel, whose it was, and how long nothing ran."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import re
+import statistics
+import tempfile
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+_METADATA = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name="([^"]*)"', re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel, copy or fill of a program, in order of its start.
+
+    Attributes:
+      name: the kernel's own. op: the HLO instruction that launched it, "" where the profiler does not say.
+      scope: ``jax.named_scope`` path and primitive it came from, "" where unknown.
+      start, seconds: since the program's first kernel began, and its own time.
+    """
+
+    name: str
+    op: str
+    scope: str
+    start: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """One call of a program: the one of median length among those traced.
+
+    Attributes:
+      kernels: all that ran on the device.
+      span: seconds from the first kernel's start to the last one's end.
+    """
+
+    kernels: tuple[Kernel, ...]
+    span: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which something ran."""
+        busy, end = 0.0, 0.0
+        for kernel in self.kernels:
+            stop = kernel.start + kernel.seconds
+            busy += max(0.0, stop - max(end, kernel.start))
+            end = max(end, stop)
+        return busy
+
+    @property
+    def idle(self) -> float:
+        """Seconds between the first start and the last end in which nothing ran."""
+        return self.span - self.busy
+
+    def by_room(self, rooms: Iterable[str]) -> dict[str, float]:
+        """Seconds by the first of ``rooms`` that is a component of a kernel's scope; "other" holds the rest."""
+        wanted = tuple(rooms)
+        total: dict[str, float] = dict.fromkeys((*wanted, "other"), 0.0)
+        for kernel in self.kernels:
+            parts = kernel.scope.split("/")
+            total[next((part for part in parts if part in wanted), "other")] += kernel.seconds
+        return total
+
+
+def trace(f: Any, *args: Any, calls: int = 5) -> Trace:
+    """Traces ``calls`` calls of jitted ``f`` on the first GPU, each waited for.
+
+    Raises:
+      RuntimeError: the profiler saw no kernel: this is not a GPU, or it has no right to trace.
+    """
+    compiled = f.lower(*args).compile()
+    scopes = dict(_METADATA.findall(compiled.as_text()))
+    jax.block_until_ready(compiled(*args))
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(calls):
+                jax.block_until_ready(compiled(*args))
+        files = list(pathlib.Path(directory).rglob("*.xplane.pb"))
+        data = jax.profiler.ProfileData.from_file(str(files[0]))
+        runs = _runs(data, scopes)
+    if not runs:
+        raise RuntimeError("the profiler saw no kernel; it needs a GPU and the right to trace it (CUPTI)")
+    length = statistics.median_low([run.span for run in runs])
+    return next(run for run in runs if run.span == length)
+
+
+def _runs(data: Any, scopes: dict[str, str]) -> list[Trace]:
+    by_run: dict[Any, list[tuple[float, Kernel]]] = collections.defaultdict(list)
+    for plane in data.planes:
+        if plane.name != "/device:GPU:0":
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                stats = _stats(event)
+                op = str(stats.get("hlo_op", ""))
+                kernel = Kernel(event.name, op, scopes.get(op, ""), event.start_ns * 1e-9, event.duration_ns * 1e-9)
+                by_run[stats.get("run_id", stats.get("group_id", 0))].append((event.start_ns, kernel))
+    runs = []
+    for events in by_run.values():
+        events.sort(key=lambda pair: pair[0])
+        first = events[0][1].start
+        kernels = tuple(dataclasses.replace(k, start=k.start - first) for _, k in events)
+        runs.append(Trace(kernels, max(k.start + k.seconds for k in kernels)))
+    return runs
+
+
+def _stats(event: Any) -> dict[str, Any]:
+    with warnings.catch_warnings():  # jaxlib's binding of this type lacks a __module__
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return dict(event.stats)
