@@ -15,6 +15,7 @@ from jaxmoe import __version__
 from jaxmoe.cuda import arch, cubin_cache, headers, jit
 from jaxmoe.errors import BackendUnavailable
 
+_EP = "DeepEP headers"  # only for the deepep transport
 _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
 
 
@@ -36,6 +37,7 @@ def examine() -> dict[str, Any]:
     devices, problem = _devices()
     parts = {
         "kernel headers": _part(lambda: headers.find_deep_gemm(cubin_cache.directory())),
+        _EP: _part(lambda: headers.find_deep_ep(cubin_cache.directory())),
         "CUDA headers": _part(headers.find_cuda),
         "CCCL headers": _part(headers.find_cccl, _cccl_verdict),
         "NVRTC": _part(lambda: jit.find_nvrtc(cubin_cache.directory())),
@@ -144,7 +146,8 @@ def _problems(report: dict[str, Any], backend: str | None) -> list[str]:
     if gpus and all("problem" in gpu for gpu in gpus):
         problems += [gpu["problem"] for gpu in gpus]
     if not report["cache"]["kernels"]:
-        problems += [part["problem"] for part in report["toolchain"].values() if not part["found"]]
+        toolchain = report["toolchain"].items()
+        problems += [part["problem"] for name, part in toolchain if not part["found"] and name != _EP]
         if not report["cache"]["writable"]:
             problems.append(
                 f"{report['cache']['directory']} cannot be written; set JAXMOE_CACHE_DIR to a directory that can"

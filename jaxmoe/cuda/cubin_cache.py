@@ -25,7 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxmoe.cuda import jit
-from jaxmoe.cuda.source import KernelSource
+from jaxmoe.cuda.source import KernelSource, Package
 from jaxmoe.errors import BackendUnavailable, CacheError
 
 _LAYOUT = "1"  # change it when cubins of an older jaxmoe must not be used
@@ -78,9 +78,31 @@ def ensure(
       KernelCompileError: the compiler refuses a source; the others are in the cache.
       CacheError: the directory cannot be read or written.
     """
-    sources = list(dict.fromkeys(sources))
+    packages = dict.fromkeys(source.package for source in sources)
+    keys: dict[KernelSource, str] = {}
+    for package in packages:
+        own = list(dict.fromkeys(source for source in sources if source.package == package))
+        keys |= _ensure(own, package, workers, progress)
+    return keys
+
+
+def records() -> list[dict[str, Any]]:
+    """What the cache holds, oldest first: ``key``, ``name``, ``arch``, ``sha256``, ``bytes`` and versions."""
+    found = []
+    for path in directory().glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(path.read_text())
+            if hashlib.sha256(_cubin(record["key"]).read_bytes()).hexdigest() == record["sha256"]:
+                found.append(record)
+    return sorted(found, key=lambda record: record["compiled"])
+
+
+def _ensure(
+    sources: Sequence[KernelSource], package: Package, workers: int | None, progress: bool
+) -> dict[KernelSource, str]:
+    """:func:`ensure` for sources of one package."""
     try:
-        toolchain = jit.find_toolchain(directory())
+        toolchain = jit.find_toolchain(directory(), package)
     except BackendUnavailable as reason:
         return _prepared(sources, reason)
     keys = {source: key_of(source, toolchain) for source in sources}
@@ -96,17 +118,6 @@ def ensure(
                     bar.set_postfix_str(source.name)
                     bar.update()
     return keys
-
-
-def records() -> list[dict[str, Any]]:
-    """What the cache holds, oldest first: ``key``, ``name``, ``arch``, ``sha256``, ``bytes`` and versions."""
-    found = []
-    for path in directory().glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(path.read_text())
-            if hashlib.sha256(_cubin(record["key"]).read_bytes()).hexdigest() == record["sha256"]:
-                found.append(record)
-    return sorted(found, key=lambda record: record["compiled"])
 
 
 def _hash(*parts: str) -> str:

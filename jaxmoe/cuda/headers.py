@@ -1,6 +1,6 @@
-"""Finds the device headers that kernels are compiled from: the DeepGEMM wheel's, CUDA's and CCCL's.
+"""Finds the device headers that kernels are compiled from: those of the DeepGEMM and DeepEP wheels, CUDA's and CCCL's.
 
-The wheel is located through its metadata and never imported: importing it would import torch.
+The wheels are located through their metadata and never imported: importing them would import torch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from jaxmoe.cuda.source import Package
 from jaxmoe.errors import BackendUnavailable
 
 WHEEL = "sgl-deep-gemm"
 WHEEL_VERSION = "0.1.4.post1"
 # Hash of its include tree, the same in the x86_64 and aarch64 wheels. Another version has other kernel arguments.
 WHEEL_TREE = "8083cd4c81013807c94eb199da693d96abed3f367fd9a59a6a1b25137ea143fd"
+EP_WHEEL = "sgl-deep-ep"
+EP_WHEEL_VERSION = "0.1.2.post1"
+EP_WHEEL_TREE = "4558f646cb6037e45dc810c346dc0ce7a10dca95e82b81f47fc3a4877de96af0"
 SHIMS = Path(__file__).parent / "shims"
 PRELUDE = "jaxmoe_prelude.h"
 INSTALL = 'pip install "jaxmoe[cuda13]"'
+# Without its dependencies: they are torch, which the headers do not need.
+EP_INSTALL = f"pip install --no-deps {EP_WHEEL}=={EP_WHEEL_VERSION}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,25 +71,44 @@ def find_deep_gemm(memo_dir: Path | None = None) -> Found:
     Raises:
       BackendUnavailable: absent, of another version, or overwritten by another package of the same import name.
     """
-    pin = f"{WHEEL}=={WHEEL_VERSION}"
+    repair = f'pip install --force-reinstall --no-deps "{WHEEL}=={WHEEL_VERSION}"'
+    return _find_wheel(WHEEL, WHEEL_VERSION, WHEEL_TREE, "deep_gemm", INSTALL, repair, memo_dir)
+
+
+def find_deep_ep(memo_dir: Path | None = None) -> Found:
+    """Finds the include directory of DeepEP's wheel and checks that it is the pinned one.
+
+    Args:
+      memo_dir: where the tree's hash is remembered.
+
+    Raises:
+      BackendUnavailable: as :func:`find_deep_gemm`.
+    """
+    repair = EP_INSTALL.replace("install", "install --force-reinstall")
+    return _find_wheel(EP_WHEEL, EP_WHEEL_VERSION, EP_WHEEL_TREE, "deep_ep", EP_INSTALL, repair, memo_dir)
+
+
+def _find_wheel(
+    name: str, version: str, tree: str, package: Package, install: str, repair: str, memo_dir: Path | None
+) -> Found:
+    pin = f"{name}=={version}"
     try:
-        wheel = importlib.metadata.distribution(WHEEL)
+        wheel = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        raise BackendUnavailable(f"the kernel headers of {pin} are not installed; run: {INSTALL}") from None
-    if wheel.version != WHEEL_VERSION:
+        raise BackendUnavailable(f"the kernel headers of {pin} are not installed; run: {install}") from None
+    if wheel.version != version:
+        command = f'pip install "{pin}"' if install == INSTALL else install
         raise BackendUnavailable(
-            f"{WHEEL} is {wheel.version}, whose kernels take other arguments than {WHEEL_VERSION}; "
-            f'run: pip install "{pin}"'
+            f"{name} is {wheel.version}, whose kernels take other arguments than {version}; run: {command}"
         )
-    include = Path(str(wheel.locate_file("deep_gemm/include")))
-    repair = f'run: pip install --force-reinstall --no-deps "{pin}"'
+    include = Path(str(wheel.locate_file(f"{package}/include")))
     if not include.is_dir():
-        raise BackendUnavailable(f"{pin} is installed but {include} is not there; {repair}")
+        raise BackendUnavailable(f"{pin} is installed but {include} is not there; run: {repair}")
     digest = tree_hash(include, memo_dir)
-    if digest != WHEEL_TREE:
+    if digest != tree:
         raise BackendUnavailable(
-            f"the headers in {include} are not those of {pin} (hash {digest[:12]}, expected {WHEEL_TREE[:12]}): "
-            f"another package that provides deep_gemm has overwritten them; {repair}"
+            f"the headers in {include} are not those of {pin} (hash {digest[:12]}, expected {tree[:12]}): "
+            f"another package that provides {package} has overwritten them; run: {repair}"
         )
     return Found(include, wheel.version, digest)
 
@@ -118,17 +143,19 @@ def find_cccl() -> Found:
     return Found(path, f"{number // 1_000_000}.{number // 1000 % 1000}.{number % 1000}", f"cccl {number}")
 
 
-def find_headers(memo_dir: Path | None = None) -> Headers:
-    """Finds everything and puts it in search order.
+def find_headers(memo_dir: Path | None = None, package: Package = "deep_gemm") -> Headers:
+    """Finds everything that a package's kernels include and puts it in search order.
 
     Raises:
       BackendUnavailable: a part is missing or wrong; the message holds the command that repairs it.
     """
-    wheel, cuda, cccl = find_deep_gemm(memo_dir), find_cuda(), find_cccl()
+    find = find_deep_gemm if package == "deep_gemm" else find_deep_ep
+    wheel, cuda, cccl = find(memo_dir), find_cuda(), find_cccl()
+    shims = SHIMS / package
     # The directory of cccl/ comes before CUDA's, which may hold another one: the two must not mix.
-    include = (SHIMS, wheel.path, cccl.path, cccl.path / "cccl", cuda.path)
-    overrides = cute_overrides(wheel.path) if needs_overrides(cccl) else ()
-    parts = (tree_hash(SHIMS), wheel.digest, cuda.digest, cccl.digest, *(text for _, text in overrides))
+    include = (shims, wheel.path, cccl.path, cccl.path / "cccl", cuda.path)
+    overrides = cute_overrides(wheel.path) if package == "deep_gemm" and needs_overrides(cccl) else ()
+    parts = (tree_hash(shims), wheel.digest, cuda.digest, cccl.digest, *(text for _, text in overrides))
     return Headers(tuple(dict.fromkeys(include)), overrides, hashlib.sha256("\0".join(parts).encode()).hexdigest())
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.cuda import headers, nvrtc
-from jaxmoe.cuda.source import KernelSource
+from jaxmoe.cuda.source import KernelSource, Package
 from jaxmoe.errors import BackendUnavailable, KernelCompileError
 
 # Measured per process and header: 3 kernels 4.1 s of CPU instead of 5.8, 12 kernels 9.5 instead of 22.
@@ -90,18 +90,18 @@ def find_nvrtc(memo_dir: Path | None = None) -> headers.Found:
     return headers.Found(library, _build(library) or f"{major}.{minor}", headers.tree_hash(library, memo_dir))
 
 
-def find_toolchain(memo_dir: Path | None = None) -> Toolchain:
-    """Finds compiler and headers, once per process.
+def find_toolchain(memo_dir: Path | None = None, package: Package = "deep_gemm") -> Toolchain:
+    """Finds compiler and the headers of a package's kernels, once per process.
 
     Raises:
       BackendUnavailable: a part is missing; the message holds the command that installs it.
     """
-    return _find_toolchain(memo_dir)
+    return _find_toolchain(memo_dir, package)
 
 
-@functools.lru_cache(maxsize=1)
-def _find_toolchain(memo_dir: Path | None) -> Toolchain:
-    return Toolchain(find_nvrtc(memo_dir), headers.find_headers(memo_dir))
+@functools.lru_cache(maxsize=2)
+def _find_toolchain(memo_dir: Path | None, package: Package) -> Toolchain:
+    return Toolchain(find_nvrtc(memo_dir), headers.find_headers(memo_dir, package))
 
 
 def compile(source: KernelSource, toolchain: Toolchain | None = None) -> bytes:
@@ -111,7 +111,7 @@ def compile(source: KernelSource, toolchain: Toolchain | None = None) -> bytes:
       BackendUnavailable: no compiler or headers.
       KernelCompileError: the compiler refuses, or the cubin does not hold exactly one kernel.
     """
-    toolchain = toolchain or find_toolchain()
+    toolchain = toolchain or find_toolchain(package=source.package)
     cubin, log = nvrtc.compile_source(toolchain.setup, **_job(source, None))
     return _checked(source, cubin, log, toolchain)
 
@@ -122,7 +122,7 @@ def compile_many(
     """Compiles sources in parallel processes and yields each as it is done.
 
     Args:
-      sources: what to compile.
+      sources: what to compile, all of one package.
       workers: processes; None takes one per CPU, at most 16.
       toolchain: None finds it.
 
@@ -133,7 +133,7 @@ def compile_many(
       BackendUnavailable: no compiler or headers.
       KernelCompileError: after all others are done, if the compiler refused some.
     """
-    toolchain = toolchain or find_toolchain()
+    toolchain = toolchain or find_toolchain(package=sources[0].package if sources else "deep_gemm")
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}; it must be at least 1")
     workers = min(workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS), len(sources))

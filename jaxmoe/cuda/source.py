@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
+
+Package = Literal["deep_gemm", "deep_ep"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,8 +16,10 @@ class KernelSource:
       name: what runs, for messages, profiles and file names, e.g. ``sm90_fp8_1d2d_m_grouped_psum``.
       arch: what to compile for, ``sm_90a`` or ``sm_100f``.
       code: the translation unit. Equal code for an equal arch is the same cubin.
+      package: whose headers it includes, ``deep_gemm`` or ``deep_ep``.
     """
 
     name: str
     arch: str
     code: str
+    package: Package = "deep_gemm"

@@ -269,7 +269,7 @@ def test_doctor_on_a_machine_without_a_gpu(cache, capsys, toolchain, monkeypatch
     report = json.loads(capsys.readouterr().out)
     assert report["devices"][0]["platform"] == "cpu"
     assert report["toolchain"]["kernel headers"]["digest"] == headers.WHEEL_TREE
-    assert all(part["found"] for part in report["toolchain"].values())
+    assert all(part["found"] for name, part in report["toolchain"].items() if name != "DeepEP headers")
     empty = {"directory": str(cache), "writable": True, "kernels": 0, "bytes": 0, "architectures": []}
     assert report["cache"] == empty
     assert report["cpu"]["usable"] and not report["gpu"]["usable"]

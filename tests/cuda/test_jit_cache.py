@@ -24,7 +24,7 @@ def tiny(i: int) -> KernelSource:
 def cache(tmp_path, monkeypatch, toolchain) -> Path:
     directory = tmp_path / "cache"
     monkeypatch.setenv("JAXMOE_CACHE_DIR", str(directory))
-    monkeypatch.setattr(jit, "find_toolchain", lambda memo_dir=None: toolchain)
+    monkeypatch.setattr(jit, "find_toolchain", lambda memo_dir=None, package="deep_gemm": toolchain)
     return directory
 
 
@@ -148,7 +148,7 @@ def test_what_compiled_is_kept_when_another_fails(cache):
 def test_a_cache_from_elsewhere_runs_without_a_compiler(cache, monkeypatch):
     keys = cubin_cache.ensure([tiny(0)])
 
-    def missing(memo_dir=None):
+    def missing(memo_dir=None, package="deep_gemm"):
         raise BackendUnavailable("NVRTC is missing; run: pip install x")
 
     monkeypatch.setattr(jit, "find_toolchain", missing)

@@ -322,7 +322,7 @@ def test_refusal_and_the_next_call_works(launches, case):
 
 
 def test_missing_kernel_and_no_compiler_names_warmup(standin, monkeypatch):
-    def find_toolchain(memo_dir=None):
+    def find_toolchain(memo_dir=None, package="deep_gemm"):
         raise BackendUnavailable("libnvrtc cannot be loaded (not there); run: pip install it")
 
     monkeypatch.setattr(jit, "find_toolchain", find_toolchain)

@@ -1,0 +1,4 @@
+// The C name of <cstdint>.
+#pragma once
+
+#include <cstdint>
