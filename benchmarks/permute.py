@@ -1,0 +1,171 @@
+"""Rows into expert order and back, beside XLA's fusions of the reference and the copy rate, on one GPU, in one run.
+
+    python -m benchmarks.permute [--tiles]
+
+Bytes are those that must move: permute reads every token that has a choice once and writes every real row once;
+unpermute reads every real row once and writes every token once. Padding rows do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import common
+from jaxmoe.ops import mosaic_move
+from jaxmoe.ops.permute import Grouping, group_tokens, permute, unpermute
+from jaxmoe.ops.permute.pallas import copy_kernel, sum_kernel
+from jaxmoe.ops.permute.reference import take_scales
+from jaxmoe.ops.quantize import quantize
+from jaxmoe.quant.formats import ActivationQuant
+
+F32 = ActivationQuant(128, "float32")
+HEADER = ["op", "us", "GB/s", "of copy", "XLA us", "XLA / ours"]
+Row = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """N tokens of W columns with K choices among ``routed`` experts, of which the first ``held`` are here."""
+
+    n: int
+    w: int
+    k: int = 8
+    routed: int = 256
+    held: int = 256
+
+    def __str__(self) -> str:
+        here = "" if self.held == self.routed else f", {self.held} of {self.routed} experts"
+        return f"{self.n}x{self.w} top-{self.k}{here}"
+
+    def ids(self) -> jax.Array:
+        """Distinct experts per token, -1 for those held elsewhere."""
+        scores = jax.random.uniform(jax.random.key(1), (self.n, self.routed))
+        ids = jax.lax.top_k(scores, self.k)[1].astype(jnp.int32)
+        return jnp.where(ids < self.held, ids, -1)
+
+    def grouping(self) -> Grouping:
+        """Of the psum layout, as DeepGEMM takes it."""
+        return jax.jit(lambda ids: group_tokens(ids, self.held, alignment=128))(self.ids())
+
+    def rows(self) -> tuple[int, int]:
+        """Tokens that have a choice, and choices."""
+        wanted = self.ids() >= 0
+        return int(wanted.any(1).sum()), int(wanted.sum())
+
+
+CASES = [
+    Case(8192, 7168),
+    Case(8192, 7168, held=32),
+    Case(32768, 7168, held=32),
+    Case(8192, 2048, routed=128, held=128),
+    Case(4096, 2880, k=4, routed=32, held=32),
+    Case(1024, 7168),
+    Case(128, 7168, held=32),
+    Case(128, 7168),
+    Case(16, 7168),
+    Case(1, 7168),
+]
+
+
+def random(n: int, w: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Normal numbers."""
+    return jax.random.normal(jax.random.key(0), (n, w), dtype)
+
+
+def line(what: str, nbytes: float, seconds: float, peer: float | None) -> Row:
+    """One row of a table."""
+    rate = nbytes / seconds
+    ours = (what, seconds * 1e6, rate / 1e9, rate / common.copy_rate())
+    return (*ours, peer * 1e6, peer / seconds) if peer else ours
+
+
+def permute_row(case: Case, quant: ActivationQuant | None, backend: str) -> Row:
+    """Tokens into the psum buffer."""
+    g, (tokens, real) = case.grouping(), case.rows()
+    x: Any = random(case.n, case.w)
+    row = 2 * case.w
+    if quant is not None:
+        x = jax.jit(lambda x: quantize(x, quant))(x)
+        row = x.values.shape[1] + 4 * x.scales.shape[0]
+    ours, xla = (lambda x, g, b=b: permute(x, g, backend=b).rows for b in (backend, "reference"))
+    times = [common.kernel_seconds(f, x, g) for f in (ours, xla)]
+    what = f"permute {'bf16' if quant is None else 'e4m3'} {case}"
+    return line(what, (tokens + real) * row, *times)
+
+
+def unpermute_row(case: Case, out_dtype: Any, backend: str) -> Row:
+    """Rows back to their tokens, weighted."""
+    g, (_, real) = case.grouping(), case.rows()
+    rows, weights = random(g.source.shape[0], case.w), random(case.n, case.k, jnp.float32)
+    ours, xla = (
+        lambda rows, slots, weights, b=b: unpermute(rows, slots, weights, out_dtype=out_dtype, backend=b)
+        for b in (backend, "reference")
+    )
+    times = [common.kernel_seconds(f, rows, g.slots, weights) for f in (ours, xla)]
+    nbytes = real * case.w * 2 + case.n * case.w * jnp.dtype(out_dtype).itemsize
+    return line(f"unpermute {jnp.dtype(out_dtype)} {case}", nbytes, *times)
+
+
+def group_row(case: Case) -> Row:
+    """Places from ids."""
+    seconds = common.kernel_seconds(lambda ids: group_tokens(ids, case.held, alignment=128), case.ids())
+    return f"group {case}", seconds * 1e6
+
+
+def tiles(case: Case) -> list[Row]:
+    """Stages of the copying kernel, its other direction, and columns of the summing one."""
+    g, (tokens, real) = case.grouping(), case.rows()
+    x = random(case.n, case.w)
+    q = jax.jit(lambda x: quantize(x, F32))(x)
+    runs: list[tuple[str, Callable[..., Any], Any, float]] = []
+    for values in (x, q.values):
+        nbytes = (tokens + real) * case.w * values.dtype.itemsize
+        for stage in (7168, 14336, 28672, 57344):
+            push = lambda x, g, stage=stage: copy_kernel(x, g.slots, g.source, stage)  # noqa: E731
+            runs.append((f"{values.dtype} scatter, {stage} bytes", push, values, nbytes))
+        for stage in (28672,):
+            pull = lambda x, g, stage=stage: mosaic_move.gather(x, g.source, stage)  # noqa: E731
+            runs.append((f"{values.dtype} gather, {stage} bytes", pull, values, nbytes))
+    scales = lambda s, g: take_scales(s, F32, g.source, g.row_shape)  # noqa: E731
+    runs.append(("scales by XLA", scales, q.scales, (tokens + real) * 4 * q.scales.shape[0]))
+    rows, weights = random(g.source.shape[0], case.w), random(case.n, case.k, jnp.float32)
+    for columns in (256, 512, 1024):
+        options = {"scale": 1.0, "out_dtype": jnp.dtype(jnp.bfloat16), "columns": columns}
+        back = lambda r, g, options=options: sum_kernel(r, g.slots, weights, None, **options)  # noqa: E731
+        runs.append((f"sum, {columns} columns", back, rows, (real + case.n) * case.w * 2))
+    lines = []
+    for what, f, first, nbytes in runs:
+        try:
+            lines.append(line(f"{what}, {case}", nbytes, common.kernel_seconds(f, first, g), None))
+        except Exception as error:
+            print(f"{what}: {type(error).__name__} {str(error)[:300]}", flush=True)
+    return lines
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--tiles", action="store_true", help="compare what a block works on at once instead")
+    parser.add_argument("--backend", default="auto", help="'pallas' shows what 'auto' would lose by it")
+    arguments = parser.parse_args()
+    print(common.machine())
+    print(f"copy rate {common.copy_rate() / 1e9:.0f} GB/s", flush=True)
+    if arguments.tiles:
+        rows = [row for case in (CASES[0], CASES[7]) for row in tiles(case)]
+        print(common.table(HEADER[:4], rows))
+        return
+    rows = [permute_row(case, quant, arguments.backend) for quant in (None, F32) for case in CASES]
+    rows += [unpermute_row(case, jnp.bfloat16, arguments.backend) for case in CASES]
+    rows += [unpermute_row(CASES[0], jnp.float32, arguments.backend)]
+    print(common.table(HEADER, rows))
+    print(common.table(HEADER[:2], [group_row(case) for case in CASES]))
+
+
+if __name__ == "__main__":
+    main()
