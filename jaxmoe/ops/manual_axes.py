@@ -15,15 +15,14 @@ def vary_together[*Ts](*trees: *Ts) -> tuple[*Ts]:
     met arrays that are not has a gradient summed over devices. Outside of shard_map nothing changes.
     """
     leaves = jax.tree.leaves(trees)
-    axes = frozenset().union(*(varying_axes(leaf) for leaf in leaves))
+    axes = frozenset().union(*(_axes(leaf) for leaf in leaves))
 
     def cast(leaf: Any) -> Any:
-        missing = axes - varying_axes(leaf)
+        missing = axes - _axes(leaf)
         return lax.pcast(leaf, tuple(missing), to="varying") if missing else leaf
 
     return jax.tree.map(cast, trees) if axes else trees
 
 
-def varying_axes(leaf: Any) -> frozenset[Any]:
-    """Mesh axes of shard_map over which an array may differ from device to device."""
+def _axes(leaf: Any) -> frozenset[Any]:
     return jax.typeof(leaf).manual_axis_type.varying

@@ -8,7 +8,6 @@ import jax
 
 from jaxmoe.cuda import target
 from jaxmoe.errors import BackendUnavailable
-from jaxmoe.ops.manual_axes import varying_axes
 
 LOWERS = jax.__version_info__ < (0, 12)
 """Whether this JAX lowers the kernels: Mosaic GPU of 0.12 refuses stores that cover parts of 128-byte lines."""
@@ -68,16 +67,3 @@ def check(shape: tuple[int, ...], width: int, tile: Tile) -> None:
         raise BackendUnavailable(f"the width, {width}, must be a multiple of {UNIT}; use backend='reference'")
     if shape[-2] < tile.rows:
         raise BackendUnavailable(f"{shape[-2]} rows are fewer than a tile's {tile.rows}; use backend='reference'")
-
-
-def varying_like(result: jax.ShapeDtypeStruct, *args: jax.Array) -> jax.ShapeDtypeStruct:
-    """Types a kernel's result: inside shard_map it differs over every mesh axis over which any argument does."""
-    axes = frozenset().union(*map(varying_axes, args))
-    if not axes:
-        return result
-    return jax.ShapeDtypeStruct(
-        result.shape,
-        result.dtype,
-        sharding=jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.sharding.PartitionSpec()),
-        manual_axis_type=jax.sharding.ManualAxisType(varying=axes),
-    )

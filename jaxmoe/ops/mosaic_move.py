@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmoe.ops.mosaic import UNIT, varying_like
+from jaxmoe.ops.mosaic import UNIT
 
 Array = jax.Array
 Ref = Any
@@ -52,7 +52,7 @@ def _run(body: Callable[..., None], x: Array, index: Array, m: int, stage: int) 
     view = (w // inner, inner)
     out = plgpu.kernel(
         functools.partial(body, rows=rows),
-        out_type=varying_like(jax.ShapeDtypeStruct((m, *view), x.dtype), x, index),
+        out_type=jax.ShapeDtypeStruct((m, *view), x.dtype),
         grid=(-(-index.shape[0] // rows),),
         grid_names=("block",),
         scratch_types=[plgpu.SMEM((rows, *view), x.dtype), plgpu.Barrier(num_barriers=rows)],

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmoe.ops.mosaic import UNIT, varying_like
+from jaxmoe.ops.mosaic import UNIT
 
 Array = jax.Array
 Ref = Any
@@ -45,7 +45,7 @@ def gather_sum(
     operands = [slots, rows, *(x for x in (weights, add) if x is not None)]
     return plgpu.kernel(
         functools.partial(_body, tile=tile, weighted=weights is not None, scale=scale),
-        out_type=varying_like(jax.ShapeDtypeStruct((n, w), out_dtype), *operands),
+        out_type=jax.ShapeDtypeStruct((n, w), out_dtype),
         grid=(n * -(-w // tile),),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(
@@ -77,16 +77,23 @@ def _body(slots: Ref, rows: Ref, *refs: Ref, tile: int, weighted: bool, scale: f
     def load(ref: Ref, row: Array) -> Array:
         return plgpu.load(ref.at[row, window], layout=layout, optimized=False)
 
+    # Rows are fetched as bits: branches must agree in type, and what is loaded inside shard_map has a type of its own.
+    word = jnp.uint16 if rows.dtype == jnp.bfloat16 else jnp.uint32
+
     def nothing(dtype: Any) -> Array:
         return plgpu.layout_cast(jnp.zeros(tile, dtype), layout)
+
+    def fetch(row: Array) -> Array:
+        bits = lax.cond(row >= 0, lambda: lax.bitcast_convert_type(load(rows, row), word), lambda: nothing(word))
+        return lax.bitcast_convert_type(bits, rows.dtype)
 
     y = nothing(jnp.float32)
     places = [slots[t, j] for j in range(k)]
     factors = [None] * k if weights is None else [jnp.where(s >= 0, weights[t, j], 0.0) for j, s in enumerate(places)]
     for start in range(0, k, _AHEAD):
-        chosen = places[start : start + _AHEAD]
-        fetched = [lax.cond(s >= 0, lambda s=s: load(rows, s), lambda: nothing(rows.dtype)) for s in chosen]
-        for row, factor in zip(fetched, factors[start : start + _AHEAD], strict=True):
+        ahead = slice(start, start + _AHEAD)
+        fetched = [fetch(row) for row in places[ahead]]
+        for row, factor in zip(fetched, factors[ahead], strict=True):
             row = row.astype(jnp.float32)
             y = y + (row if factor is None else factor * row)
     if scale != 1:

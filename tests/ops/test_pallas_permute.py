@@ -93,6 +93,22 @@ def test_lowers(monkeypatch: pytest.MonkeyPatch, dtype: Any, arch: tuple[int, in
         assert "mosaic_gpu" in program.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@needs_lowering
+def test_lowers_inside_shard_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic_utils, "_infer_arch", lambda: (9, 0))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    options: dict[str, Any] = {"scale": 1.0, "out_dtype": jnp.dtype(jnp.float32), "columns": COLUMNS}
+
+    def there_and_back(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
+        return sum_kernel(copy_kernel(x, slots, source, STAGE), slots, None, x, **options)
+
+    cut = jax.sharding.PartitionSpec("x")
+    program = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=cut, out_specs=cut))
+    x, slots = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16), jax.ShapeDtypeStruct((64, 2), jnp.int32)
+    traced = program.trace(x, slots, jax.ShapeDtypeStruct((256,), jnp.int32))
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_refusals() -> None:
     slots, source = jnp.zeros((4, 2), jnp.int32), jnp.zeros(8, jnp.int32)
     for x, words in (
