@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxmoe import checkpoint, errors, nn, parallel
+    from jaxmoe import balance, checkpoint, errors, nn, parallel
     from jaxmoe.config import Activation, Execution, MoEConfig, RouterConfig, SharedExperts
     from jaxmoe.layer.params import MoEParams
     from jaxmoe.layer.pipeline import moe
@@ -36,7 +36,7 @@ _HOME = {
     "plan": "jaxmoe.layer.plan",
     "route": "jaxmoe.router",
 }
-_MODULES = ("checkpoint", "errors", "nn", "parallel")
+_MODULES = ("balance", "checkpoint", "errors", "nn", "parallel")
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Routing",
     "SharedExperts",
     "__version__",
+    "balance",
     "checkpoint",
     "debug",
     "errors",

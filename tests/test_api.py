@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import jaxmoe
+import jaxmoe.balance
 import jaxmoe.nn.linen
 import jaxmoe.nn.moe
 import jaxmoe.parallel
@@ -19,7 +20,9 @@ import jaxmoe.parallel
 ROOT = Path(__file__).parents[1]
 PUBLIC = {
     "jaxmoe": """BF16 MXFP4 MXFP8 Activation Execution FP8Block FP8BlockUE8M0 MoEConfig MoEParams RouterConfig Routing
-        SharedExperts __version__ checkpoint debug errors moe nn parallel plan route""",
+        SharedExperts __version__ balance checkpoint debug errors moe nn parallel plan route""",
+    "jaxmoe.balance": """Placement expert_load load_balancing_loss load_bars moe_with_load place_experts plan_placements
+        plot_load router_z_loss update_correction_bias""",
     "jaxmoe.parallel": "AllToAll ParallelLayout moe_parallel param_specs shard_params",
     "jaxmoe.nn": "SHARDING Buffer MoE QuantizedParam linen",
 }

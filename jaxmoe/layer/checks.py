@@ -11,7 +11,7 @@ from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.layer.params import ExpertWeights, MoEParams
 from jaxmoe.quant.formats import WeightFormat
 from jaxmoe.quant.tensors import GroupedWeight, scales_like
-from jaxmoe.router import Routing, check_routing
+from jaxmoe.router import Routing, check_replicas, check_routing
 from jaxmoe.sizes import round_up
 
 Host = Array | np.ndarray
@@ -36,11 +36,11 @@ def check_params(params: MoEParams, config: MoEConfig, *, held: int | None = Non
     k = config.router.top_k
     held = config.router.num_experts + config.fused_slots if held is None else held
     kernel, table = params.router.kernel, params.router.tid2eid
-    if kernel.shape != (config.hidden, config.router.num_experts):
+    if kernel.shape != (config.hidden, config.router.logical):
         raise ShapeError(
-            f"router kernel is {list(kernel.shape)}; the config says [H, E] = "
-            f"{[config.hidden, config.router.num_experts]}"
+            f"router kernel is {list(kernel.shape)}; the config says [H, E] = {[config.hidden, config.router.logical]}"
         )
+    check_replicas(params.router.replicas, config.router)
     if table is not None and (table.ndim != 2 or table.shape[1] != k):
         raise ShapeError(f"tid2eid is {list(table.shape)}; with top_k {k} it must be [V, {k}]")
     _check_mlp("experts", params.experts, config, config.weights, config.intermediate, held)

@@ -14,19 +14,21 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterParams:
-    """The router's parameters.
+    """The router's parameters; E are the experts it knows, ``RouterConfig.logical``.
 
     Attributes:
       kernel: f32 [H, E].
       logit_bias: f32 [E], added to the logits, or None.
       correction_bias: f32 [E], added to the selection scores only, or None.
       tid2eid: int32 [V, K], expert ids by token id (hash routing), or None.
+      replicas: int32 [E, C], where in the stacks each expert's copies are, -1 after the last; None: expert e is at e.
     """
 
     kernel: Array
     logit_bias: Array | None = None
     correction_bias: Array | None = None
     tid2eid: Array | None = None
+    replicas: Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -30,12 +30,17 @@ def init_params(
 
     Raises:
       FormatError: ``param_dtype`` is neither bfloat16 nor float32.
-      ValueError: the table is missing, or there without hash routing, or not a table of K experts.
+      ValueError: the table is missing, or there without hash routing, or not a table of K experts; experts have copies.
     """
     dtype = jnp.dtype(param_dtype)
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise FormatError(f"param_dtype is {dtype.name}; it must be bfloat16 or float32")
     _check_table(config, tid2eid)
+    if config.router.logical_experts is not None:
+        raise ValueError(
+            f"logical_experts is {config.router.logical_experts}, and fresh parameters hold no copies of experts; make "
+            "the layer without it and place its experts with jaxmoe.balance.place_experts"
+        )
     h, i, router = config.hidden, config.intermediate, config.router
     e = router.num_experts
 

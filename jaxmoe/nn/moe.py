@@ -13,6 +13,7 @@ from flax import nnx
 from flax.nnx.nn import initializers
 from flax.typing import Initializer
 
+from jaxmoe.balance.load import moe_with_load
 from jaxmoe.config import Activation, Execution, MoEConfig, RouterConfig, SharedExperts
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.layer.params import MoEParams
@@ -178,6 +179,26 @@ class MoE(nnx.Module):
         Raises:
           ValueError: shapes or dtypes do not fit.
         """
+        params, x, routing = self._inputs(x, routing)
+        return moe(params, x, self.config, self.execution, token_ids=token_ids, valid=valid, routing=routing)
+
+    def with_load(
+        self,
+        x: Array,
+        *,
+        token_ids: Array | None = None,
+        valid: Array | None = None,
+        routing: Routing | None = None,
+    ) -> tuple[Array, Array]:
+        """Applies the layer and counts: y, and int32 [E], the choices that each routed expert got.
+
+        Takes what a call of the layer takes; see :func:`jaxmoe.balance.moe_with_load`.
+        """
+        params, x, routing = self._inputs(x, routing)
+        return moe_with_load(params, x, self.config, self.execution, token_ids=token_ids, valid=valid, routing=routing)
+
+    def _inputs(self, x: Array, routing: Routing | None) -> tuple[MoEParams, Array, Routing | None]:
+        """Arrays as the functional core takes them."""
         if routing is not None:
             if routing.ids.shape[:-1] != x.shape[:-1]:
                 raise ShapeError(
@@ -186,8 +207,7 @@ class MoE(nnx.Module):
             routing = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), routing)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise FormatError(f"x is {x.dtype}; it must be floating point")
-        params, x = self._promote(self.params, x)
-        return moe(params, x, self.config, self.execution, token_ids=token_ids, valid=valid, routing=routing)
+        return *self._promote(self.params, x), routing
 
     def _promote(self, params: MoEParams, x: Array) -> tuple[MoEParams, Array]:
         """x and the unquantised weights in the dtype of the computation."""

@@ -19,7 +19,7 @@ class QuantizedParam(nnx.Variable[Any]):
 
 
 class Buffer(nnx.Variable[Any]):
-    """What gradients do not reach: the selection bias (moved by its own rule) and the hash table."""
+    """What gradients do not reach: the selection bias (moved by its own rule), the hash table, the table of copies."""
 
 
 nnx.register_variable_name("quantized_params", QuantizedParam)
@@ -30,6 +30,7 @@ SHARDING: Mapping[str, Axes] = {
     "router.logit_bias": (None,),
     "router.correction_bias": (None,),
     "router.tid2eid": (None, None),
+    "router.replicas": (None, None),
     "experts.gate_up.values": ("expert", "mlp", "embed"),
     "experts.gate_up.scales": ("expert", None, None),
     "experts.gate_up_bias": ("expert", "mlp"),
@@ -47,7 +48,7 @@ SHARDING: Mapping[str, Axes] = {
 """Logical axis names of every parameter, by its path. Scales are split by expert only: their packed and blocked
 axes seldom divide."""
 
-_BUFFERS = ("router.correction_bias", "router.tid2eid")
+_BUFFERS = ("router.correction_bias", "router.tid2eid", "router.replicas")
 
 
 def to_variables(params: MoEParams, sharding: Mapping[str, Axes | None], metadata: Mapping[str, Any]) -> MoEParams:

@@ -71,7 +71,7 @@ def check_inputs(
     valid: Array | None,
 ) -> None:
     """Refuses inputs of ``route`` that do not fit the config or each other; shapes and dtypes only."""
-    e = config.num_experts
+    e = config.logical
     if logits is not None:
         if logits.ndim != 2 or logits.shape[1] != e:
             raise ShapeError(f"logits has shape {logits.shape}; it must be [T, {e}] (num_experts is {e})")
@@ -89,11 +89,28 @@ def check_inputs(
     _check_bias("logit_bias", params.logit_bias, config.logit_bias, e)
     _check_bias("correction_bias", params.correction_bias, config.correction_bias, e)
     _check_hash(params.tid2eid, token_ids, config, t)
+    check_replicas(params.replicas, config)
     if valid is not None:
         if valid.shape != (t,):
             raise ShapeError(f"valid has shape {valid.shape}; there are {t} tokens, so it must be [{t}]")
         if valid.dtype != jnp.bool_:
             raise FormatError(f"valid is {valid.dtype}; it must be bool (True for real tokens)")
+
+
+def check_replicas(replicas: Array | None, config: RouterConfig) -> None:
+    """Refuses a table of copies that does not go with the config; the table's values are the placement's business."""
+    if (replicas is None) != (config.logical_experts is None):
+        have = "no table" if replicas is None else f"a table {list(replicas.shape)}"
+        raise ValueError(
+            f"the router config says logical_experts={config.logical_experts} and the parameters hold {have} of "
+            "copies; jaxmoe.balance.place_experts makes both"
+        )
+    if replicas is None:
+        return
+    if replicas.ndim != 2 or replicas.shape[0] != config.logical:
+        raise ShapeError(f"replicas has shape {replicas.shape}; it must be [{config.logical}, copies]")
+    if replicas.dtype != jnp.int32:
+        raise FormatError(f"replicas is {replicas.dtype}; it must be int32")
 
 
 def _check_gemm(kernel: Array, x: Array, e: int) -> None:

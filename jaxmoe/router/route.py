@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxmoe.config import RouterConfig
 from jaxmoe.layer.params import RouterParams
 from jaxmoe.router.checks import check_inputs
+from jaxmoe.router.copies import choose_copies
 from jaxmoe.router.grouped import grouped_keys
 from jaxmoe.router.hash import lookup
 from jaxmoe.router.routing import Routing
@@ -31,7 +32,8 @@ def route(
     """Chooses K experts per token and the weights of their outputs.
 
     Ids of a row are distinct and in [0, E) whatever the logits hold; NaN ranks last and ties go to the lowest id.
-    Weights come from the unbiased scores and are differentiable; the choice is not.
+    Weights come from the unbiased scores and are differentiable; the choice is not. Where experts have copies, the
+    ids are places in the stacks, see :func:`jaxmoe.router.choose_copies`.
 
     Args:
       params: the router's parameters; ``kernel`` is unused when ``logits`` are given.
@@ -51,8 +53,25 @@ def route(
     check_inputs(params, x, config, logits, token_ids, valid)
     rows = x if logits is None else None, logits, token_ids, valid
     if deterministic:
-        return by_tiles(lambda *tile: _route(params, config, *tile), *rows)
-    return _route(params, config, *rows)
+        routing = by_tiles(lambda *tile: _route(params, config, *tile), *rows)
+    else:
+        routing = _route(params, config, *rows)
+    return routing if params.replicas is None else choose_copies(routing, params.replicas, by_place=not deterministic)
+
+
+def router_logits(params: RouterParams, x: Array) -> Array:
+    """What the router makes of tokens before any score: ``x · kernel + logit_bias`` in f32.
+
+    Args:
+      params: the router's parameters.
+      x: [..., H] floating point.
+
+    Returns:
+      f32 [..., E].
+    """
+    x, kernel = x.astype(jnp.float32), params.kernel.astype(jnp.float32)
+    logits = jnp.dot(x, kernel, precision=jax.lax.Precision.HIGHEST)
+    return logits if params.logit_bias is None else logits + params.logit_bias
 
 
 def _route(
@@ -66,15 +85,13 @@ def _route(
     ids = None
     if config.hash_routing:
         assert params.tid2eid is not None and token_ids is not None
-        ids = lookup(params.tid2eid, token_ids, config.num_experts)
+        ids = lookup(params.tid2eid, token_ids, config.logical)
         known = ids[:, 0] >= 0
         valid = known if valid is None else valid & known
     # Rows that go nowhere are zeroed at the door: NaN in them can then reach neither results nor gradients.
     if logits is None:
         assert x is not None
-        x = _select_rows(valid, x.astype(jnp.float32))
-        logits = jnp.dot(x, params.kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-        logits = logits if params.logit_bias is None else logits + params.logit_bias
+        logits = router_logits(params, _select_rows(valid, x.astype(jnp.float32)))
     else:
         logits = _select_rows(valid, logits.astype(jnp.float32))
     all_scores = scores(logits, "raw" if config.softmax_after_topk else config.score)
