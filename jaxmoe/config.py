@@ -237,6 +237,10 @@ class Execution:
       row_alignment: rows each expert starts at a multiple of; None takes what the backend needs.
       quantize_activations: False runs quantised weights dequantised, on unquantised rows (the exact oracle).
       deterministic: a token's bits do not depend on batch size, position, rank or neighbours.
+      forward_format: for training. Unquantised expert weights are quantised to this format for every forward pass, rows
+        to match; the backward pass runs as if nothing were quantised (straight through), and computes the forward
+        pass of the experts once more. Quantised weights stay as they are forward, are dequantised to x's dtype
+        backward, and get no gradient themselves. None: what runs forward is what is differentiated.
     """
 
     backend: str | tuple[str, ...] = "auto"
@@ -246,8 +250,18 @@ class Execution:
     row_alignment: int | None = None
     quantize_activations: bool = True
     deterministic: bool = False
+    forward_format: WeightFormat | None = None
 
     def __post_init__(self) -> None:
+        if self.forward_format is not None and not self.forward_format.quantized:
+            raise FormatError(
+                f"forward_format is {self.forward_format.name}, which is not quantised; leave it out to run "
+                "unquantised weights as they are"
+            )
+        if self.forward_format is not None and not self.quantize_activations:
+            raise ValueError(
+                "forward_format quantises rows and weights, quantize_activations=False does not; choose one of them"
+            )
         if self.layout != "auto":
             _choice("layout", self.layout, Layout)
         for name in ("masked_capacity", "masked_rows", "row_alignment"):

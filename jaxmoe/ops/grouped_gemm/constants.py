@@ -26,6 +26,7 @@ _constant = jax.custom_jvp(_identity, nondiff_argnums=(1,))
 @_constant.defjvp
 def _refuse(what: str, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     raise NotImplementedError(
-        f"{what} have no gradient; differentiate with Execution(quantize_activations=False) for gradients of x and of "
-        "the router, and keep weights that train in BF16"
+        f"{what} have no gradient; for gradients of x and of the router differentiate with "
+        "Execution(forward_format=...), which quantises forward only, or with quantize_activations=False; keep weights "
+        "that train in BF16"
     )
