@@ -37,3 +37,7 @@ class KernelCompileError(RuntimeError):
 
 class CacheError(RuntimeError):
     """The cubin cache cannot be written; names the directory, the reason and the way out."""
+
+
+class EpFailure(RuntimeError):
+    """A kernel that exchanges tokens failed, for example because a rank did not arrive in time; names the context."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -24,11 +25,33 @@ def run_kernel(
       BackendUnavailable: the cubin is not in the cache and cannot be compiled here; names ``jaxmoe warmup``.
       KernelCompileError, CacheError: from the compiler or the cache.
     """
-    source, spec = planned
+    return run_kernels([planned], args, results, name=f"jaxmoe_{planned[1].name}")
+
+
+def run_kernels(
+    planned: Sequence[tuple[KernelSource, LaunchSpec]],
+    args: Sequence[Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    name: str,
+    **options: Any,
+) -> tuple[Array, ...]:
+    """Launches planned kernels in order as one custom call ``name``; see :func:`run_kernel`, also for the errors.
+
+    Args:
+      options: of :func:`jaxmoe.cuda.ffi.launch`.
+    """
+    keys = compile_kernels([source for source, _ in planned])
+    specs = [dataclasses.replace(spec, cubin=keys[source]) for source, spec in planned]
+    return ffi.launch(specs, args, results, name=name, **options)
+
+
+def compile_kernels(sources: Sequence[KernelSource]) -> dict[KernelSource, str]:
+    """Compiles what the cache lacks; the keys. Raises as :func:`run_kernel`."""
     try:
-        key = cubin_cache.ensure([source])[source]
+        return cubin_cache.ensure(sources)
     except BackendUnavailable as reason:
         raise BackendUnavailable(
-            f"{reason}; or run `jaxmoe warmup` for {source.arch} on a machine with a compiler and bring its cache here"
+            f"{reason}; or run `jaxmoe warmup` for {sources[0].arch} on a machine with a compiler and bring its cache "
+            "here"
         ) from reason
-    return ffi.launch([dataclasses.replace(spec, cubin=key)], args, results, name=f"jaxmoe_{spec.name}")

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxmoe.ops.rows import GroupedRows
+from jaxmoe.quant.tensors import QuantizedRows
+
 Array = jax.Array
 
 
@@ -16,13 +19,14 @@ class Dispatched:
     """Tokens on the device of their experts. N rows, of which any may be unused.
 
     Attributes:
-      x: [N, H]; rows without an id hold anything.
+      x: [N, H], plain or quantised; rows without an id hold anything. Or rows that are grouped by expert already: N is
+        then the number of all rows of the buffer, those of padding included, and K is 1.
       ids: int32 [N, K], local expert ids 0..El-1, -1 for none and for experts that live elsewhere.
       weights: f32 [N, K], final; not read where the id is -1.
       state: what the transport needs to bring results back, a pytree or None.
     """
 
-    x: Array
+    x: Array | QuantizedRows | GroupedRows
     ids: Array
     weights: Array
     state: Any = None

@@ -1,0 +1,58 @@
+"""Template arguments and source of each kernel."""
+
+from __future__ import annotations
+
+from jaxmoe.cuda.deepep.sizes import NOTIFY_WARPS, Sizes, Wire, combine_width
+from jaxmoe.cuda.source import KernelSource
+
+_QUEUE_PAIRS = 1  # of the network interface, which is never used
+_CHANNELS = _SCALEOUT_RANKS = 1
+_NVLINK, _REDUCE_AT_SENDER = True, True
+
+
+def dispatch_source(arch: str, s: Sizes, wire: Wire, *, given_slots: bool, notify: bool) -> KernelSource:
+    """Sends tokens to ranks; with ``given_slots`` to places that the caller chose."""
+    cpu_sync = False
+    warps = (NOTIFY_WARPS if notify else 0, s.dispatch_warps(wire, notify=notify))
+    sizes = (s.ranks, wire.row_bytes, wire.scales, s.tokens, s.experts, s.top_k, s.alignment)
+    args = (_NVLINK, cpu_sync, given_slots, s.num_sms, *warps, *sizes, _QUEUE_PAIRS, s.timeout_cycles)
+    return _source("dispatch", arch, s, args)
+
+
+def copy_source(arch: str, s: Sizes, wire: Wire, *, expand: bool, given_rows: bool) -> KernelSource:
+    """Copies what arrived out of the buffer, into rows that the caller gives or the kernel counts up."""
+    zero_padding = False
+    sizes = (s.ranks, wire.row_bytes, wire.scales, s.tokens, s.experts, s.top_k, s.alignment)
+    launch = (s.epilogue_sms, _CHANNELS, s.copy_warps(wire), _SCALEOUT_RANKS)
+    return _source("dispatch_copy_epilogue", arch, s, (expand, given_rows, zero_padding, *launch, *sizes))
+
+
+def combine_source(arch: str, s: Sizes, *, expand: bool) -> KernelSource:
+    """Sends results back."""
+    sizes = (s.num_sms, s.combine_warps, s.ranks, combine_width(s.hidden), s.tokens, s.experts, s.top_k)
+    return _source(
+        "combine", arch, s, (_NVLINK, expand, _REDUCE_AT_SENDER, *sizes, _QUEUE_PAIRS, s.timeout_cycles)
+    )
+
+
+def reduce_source(arch: str, s: Sizes, *, expand: bool) -> KernelSource:
+    """Adds up over ranks what came back."""
+    sizes = (s.ranks, combine_width(s.hidden), s.tokens, s.experts, s.top_k)
+    launch = (s.epilogue_sms, s.reduce_warps, _SCALEOUT_RANKS)
+    return _source("combine_reduce_epilogue", arch, s, (expand, _REDUCE_AT_SENDER, *launch, *sizes))
+
+
+def barrier_source(arch: str, s: Sizes) -> KernelSource:
+    """Waits for all ranks."""
+    threads, sequential = 512, False
+    return _source("barrier", arch, s, (_NVLINK, 1, threads, 1, s.ranks, s.timeout_cycles, sequential))
+
+
+def _source(header: str, arch: str, s: Sizes, args: tuple[int | bool, ...]) -> KernelSource:
+    shown = ", ".join(str(a).lower() if isinstance(a, bool) else f"{a}ll" if a >= 2**31 else str(a) for a in args)
+    code = (
+        f"#include <deep_ep/impls/{header}.cuh>\n"
+        "using namespace deep_ep::elastic;\n"
+        f"void jaxmoe_instantiate() {{ (void)&{header}_impl<{shown}>; }}\n"
+    )
+    return KernelSource(name=f"deepep_{header}_r{s.ranks}_m{s.tokens}", arch=arch, code=code, package="deep_ep")
