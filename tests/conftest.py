@@ -216,13 +216,15 @@ PARAMETER_BYTES = {
     "sm100_fp8_fp4_1d1d": (8, 4, 4, 4, 128, 128, 128, 128, 128),
     "sm100_bf16": (8, 4, 4, 4, 128, 128, 128),
     "sm100_tf32_hc_prenorm": (4, 128, 128, 128, 8),
+    "sm90_group_tokens": (8, 8, 8, 8, *[4] * 7),
+    "sm100_group_tokens": (8, 8, 8, 8, *[4] * 7),
 }
-"""Sizes of the parameters of DeepGEMM's kernels, by family."""
+"""Sizes of the parameters of the kernels, by family."""
 
 
 @pytest.fixture
 def kernels(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """The recording driver, for which every DeepGEMM kernel compiles, to an image with that kernel's parameters.
+    """The recording driver, for which every kernel compiles, to an image with that kernel's parameters.
 
     The images' keys are always the same, because JAX keeps traced programs from test to test.
     """

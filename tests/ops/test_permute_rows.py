@@ -38,7 +38,7 @@ def assert_same_bits(got: QuantizedRows, want: QuantizedRows, valid: Any) -> Non
 
 @pytest.mark.parametrize("quant", QUANTS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("alignment", [1, 8])
+@pytest.mark.parametrize("alignment", [1, 8, 1024])  # the last makes many rows
 def test_moved_then_quantised_is_quantised_then_moved(
     rng: np.random.Generator, quant: ActivationQuant, layout: Any, alignment: int
 ) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxmoe.errors import ShapeError
 from jaxmoe.ops import backend as _backend
+from jaxmoe.ops.backend import Backend
 from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.ops.permute import pallas, reference
 from jaxmoe.ops.permute.grouping import Grouping, inverse_slots
@@ -18,7 +19,6 @@ from jaxmoe.ops.rows import GroupedRows
 from jaxmoe.quant.tensors import QuantizedRows
 
 Array = jax.Array
-Backend = str | tuple[str, ...]
 
 COPY: dict[str, Callable[..., Array]] = {"pallas": pallas.copy_rows, "reference": reference.copy_rows}
 """Implementations by name: ``f(x, slots, source)``."""

@@ -1,22 +1,24 @@
-"""Which row of the grouped buffer each choice takes.
-
-All of it is integer arithmetic on one stable sort by (expert, token, k), so places never depend on timing. A choice
-of -1 takes no row; it is turned into an index past the end before any scatter, because JAX wraps -1 around.
-"""
+"""Which row of the grouped buffer each choice takes."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxmoe.config import Layout
 from jaxmoe.errors import ShapeError
+from jaxmoe.ops import backend as _backend
+from jaxmoe.ops.backend import Backend
+from jaxmoe.ops.permute import cuda, places
 from jaxmoe.sizes import round_up
 
 Array = jax.Array
+
+PLACE: dict[str, Callable[..., tuple[Array, Array, Array]]] = {"cuda": cuda.place, "reference": places.place}
+"""Implementations by name: ``f(ids, num_experts, *, layout, alignment, num_rows)``."""
 
 
 @jax.tree_util.register_dataclass
@@ -78,11 +80,17 @@ def padded_rows(rows: int, num_experts: int, alignment: int) -> int:
 
 def expert_counts(ids: Array, num_experts: int) -> Array:
     """Choices per expert, int32 [E]. A repeated id counts each time; ids outside 0..E-1 count nowhere."""
-    return _ranks(ids, num_experts)[0]
+    return places.counts(ids, num_experts)
 
 
 def group_tokens(
-    ids: Array, num_experts: int, *, layout: Layout = "psum", alignment: int = 8, capacity: int | None = None
+    ids: Array,
+    num_experts: int,
+    *,
+    layout: Layout = "psum",
+    alignment: int = 8,
+    capacity: int | None = None,
+    backend: Backend = "auto",
 ) -> Grouping:
     """Gives every choice its row, in order of expert, then token, then k.
 
@@ -94,45 +102,20 @@ def group_tokens(
       num_experts: E.
       layout, alignment: see :class:`GroupedRows`.
       capacity: rows per expert of the masked layout, at least N (default), rounded up to ``alignment``.
+      backend: see design: ``"auto"``, a name, or names in order.
 
     Raises:
       ShapeError: ids are not int32 [N, K], or the capacity is below N.
+      NotImplementedError: the named backend cannot do this case.
     """
     if ids.ndim != 2 or ids.dtype != jnp.int32:
         raise ShapeError(f"ids are {ids.dtype}{list(ids.shape)}; they must be int32 [N, K]")
-    n, k = ids.shape
-    num_rows = buffer_rows(layout, n, n * k, num_experts, alignment, capacity)
-    if layout == "masked":
-        capacity = num_rows // num_experts
-        first = jnp.argmax(ids[:, :, None] == ids[:, None, :], axis=-1)
-        repeated = first < jnp.arange(k)
-        counts, owner, rank = _ranks(jnp.where(repeated, -1, ids), num_experts)
-        slots = jnp.where(owner < num_experts, owner * capacity + rank, -1)
-        slots = jnp.take_along_axis(slots, first, axis=1)
-        return Grouping(counts, slots, inverse_slots(slots, num_rows), layout, alignment)
-    counts, owner, rank = _ranks(ids, num_experts)
-    padded = lax.div(counts + (alignment - 1), alignment) * alignment
-    starts = jnp.cumsum(padded, dtype=jnp.int32) - padded
-    slots = jnp.where(owner < num_experts, starts[jnp.minimum(owner, num_experts - 1)] + rank, -1)
-    group = starts + counts
-    if layout == "contiguous":
-        place = jnp.where(slots >= 0, slots, num_rows)
-        group = jnp.full(num_rows, -1, jnp.int32).at[place].set(ids, mode="drop")
-    return Grouping(group, slots, inverse_slots(slots, num_rows), layout, alignment)
+    num_rows = buffer_rows(layout, *ids.shape[:1], ids.size, num_experts, alignment, capacity)
+    options = {"layout": layout, "alignment": alignment, "num_rows": num_rows}
+    group, slots, source = _backend.run("group_tokens", PLACE, backend, ids, num_experts, **options)
+    return Grouping(group, slots, source, layout, alignment)
 
 
 def inverse_slots(slots: Array, num_rows: int) -> Array:
     """The token of each of ``num_rows`` rows, int32 [num_rows], -1 for rows no choice in ``slots`` [N, K] takes."""
-    tokens = jnp.broadcast_to(jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None], slots.shape)
-    return jnp.full(num_rows, -1, jnp.int32).at[jnp.where(slots >= 0, slots, num_rows)].set(tokens, mode="drop")
-
-
-def _ranks(ids: Array, num_experts: int) -> tuple[Array, Array, Array]:
-    """Counts [E]; each choice's expert (E for none) and its rank among that expert's choices, [N, K]."""
-    owner = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    flat = owner.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    in_order = flat[order]
-    bounds = jnp.searchsorted(in_order, jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
-    rank = jnp.arange(flat.size, dtype=jnp.int32) - bounds[in_order]
-    return jnp.diff(bounds), owner, jnp.zeros_like(flat).at[order].set(rank, unique_indices=True).reshape(ids.shape)
+    return places.inverse(slots, num_rows)

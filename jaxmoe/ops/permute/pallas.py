@@ -13,7 +13,7 @@ from jaxmoe.ops import mosaic
 
 Array = jax.Array
 
-STAGE = 57344
+STAGE = 14336
 """Bytes of rows that a block of the copying kernel has in shared memory at once."""
 
 COLUMNS = 1024

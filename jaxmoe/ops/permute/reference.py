@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxmoe.quant.formats import ActivationQuant
 from jaxmoe.quant.scale_layout import NEUTRAL_BYTE
 from jaxmoe.sizes import round_up
 
 Array = jax.Array
+
+_MANY_ROWS = 4096
 
 
 def copy_rows(x: Array, slots: Array, source: Array) -> Array:
@@ -48,12 +51,16 @@ def take_scales(scales: Array, quant: ActivationQuant, source: Array, row_shape:
     spare = [(0, 0)] * len(lead) + [(0, round_up(rows, 4) - rows)]
     index = jnp.pad(index, spare, constant_values=-1).reshape(math.prod(lead), round_up(rows, 4))
     neutral = jnp.asarray(1 if quant.scale == "float32" else NEUTRAL_BYTE * 0x01010101, dtype=scales.dtype)
-    if scales.shape[1]:
-        taken = scales[jnp.arange(scales.shape[0])[:, None], jnp.maximum(index, 0)[:, None, :]]
-        scales = jnp.where(index[:, None, :] >= 0, taken, neutral)
-    else:
-        scales = jnp.full((index.shape[0], scales.shape[0], index.shape[1]), neutral)
-    return scales.reshape(*lead, *scales.shape[1:])
+    if not scales.shape[1]:
+        return jnp.full((*lead, scales.shape[0], index.shape[1]), neutral)
+    if source.size >= _MANY_ROWS:
+        # Whole rows of a transposed copy: eight words of a sector are used where else one is.
+        table = lax.optimization_barrier(scales.T)
+        taken = jnp.where(index[..., None] >= 0, table[jnp.maximum(index, 0)], neutral)
+        return jnp.swapaxes(taken, -1, -2).reshape(*lead, scales.shape[0], index.shape[1])
+    taken = scales[jnp.arange(scales.shape[0])[:, None], jnp.maximum(index, 0)[:, None, :]]
+    taken = jnp.where(index[:, None, :] >= 0, taken, neutral)
+    return taken.reshape(*lead, *taken.shape[1:])
 
 
 def sum_rows(

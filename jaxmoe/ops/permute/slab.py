@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmoe.errors import ShapeError
-from jaxmoe.ops.permute.api import Backend, permute, unpermute
+from jaxmoe.ops.backend import Backend
+from jaxmoe.ops.permute.api import permute, unpermute
 from jaxmoe.ops.permute.grouping import Grouping, inverse_slots
 from jaxmoe.ops.rows import GroupedRows
 from jaxmoe.quant.tensors import QuantizedRows
@@ -39,7 +40,7 @@ def slab_grouping(rows: GroupedRows, capacity: int) -> Grouping:
     counts = jnp.minimum(rows.group - starts, capacity)
     row = jnp.arange(m, dtype=jnp.int32)
     # The last expert that starts at or before the row: of several that start there, only it can have rows.
-    owner = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
+    owner = jnp.searchsorted(starts, row, side="right", method="compare_all").astype(jnp.int32) - 1
     rank = row - starts[owner]
     slots = jnp.where(rank < counts[owner], owner * capacity + rank, -1)[:, None]
     return Grouping(counts, slots, inverse_slots(slots, e * capacity), "masked", a)
