@@ -173,9 +173,13 @@ def _layer(
     y = transport.combine(experts(weights, sent.x, sent.ids, sent.weights, config, execution), sent)
 
     total = functools.partial(reduce_partial, home=layout.home, in_order=execution.deterministic)
-    shared = functools.partial(shared_experts, params.shared, config=config, execution=execution)
+
+    def shared(x: Array, valid: Array | None) -> Array | None:
+        partial = shared_experts(params.shared, x, config, execution, valid=valid)
+        return None if partial is None else partial.astype(jnp.float32)
+
     if axes["shared"] == axes["intermediate"]:
-        partial = shared(x, valid=valid)
+        partial = shared(x, valid)
         y = total(y if partial is None else y + partial, axes["intermediate"])
     else:
         y = total(y, axes["intermediate"])
@@ -185,7 +189,7 @@ def _layer(
             source, along = own, _among(along, axes["tokens"])
             over = along + layout.sliced
         over += tuple(a for a in axes["shared"] if a not in over)
-        partial = shared(gather(source.x, along), valid=gather(source.valid, along))
+        partial = shared(gather(source.x, along), gather(source.valid, along))
         if partial is not None:
             y = y + total(partial, over)
     y = gather_equal(y.astype(tokens.x.dtype), layout.sliced)
