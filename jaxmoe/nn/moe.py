@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import initializers
 from flax.typing import Initializer
+from jax.sharding import Mesh
 
 from jaxmoe.balance.load import moe_with_load
 from jaxmoe.config import Activation, Execution, MoEConfig, RouterConfig, SharedExperts
@@ -20,7 +21,8 @@ from jaxmoe.layer.params import MoEParams
 from jaxmoe.layer.pipeline import moe
 from jaxmoe.layer.plan import Plan, plan
 from jaxmoe.nn.init import init_params
-from jaxmoe.nn.variables import Axes, to_arrays, to_variables
+from jaxmoe.nn.variables import SHARDING, Axes, to_arrays, to_variables
+from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
 from jaxmoe.quant.formats import BF16, WeightFormat
 from jaxmoe.quant.tensors import GroupedWeight
 from jaxmoe.router import Routing
@@ -60,6 +62,7 @@ class MoE(nnx.Module):
 
     Attributes:
       config: what the layer is. execution: how it runs. dtype: of the computation, or None.
+      layout, mesh: where it runs, or None for one device.
       router, experts, shared: the parameters.
     """
 
@@ -84,6 +87,8 @@ class MoE(nnx.Module):
         bias_init: Initializer = BIAS_INIT,
         rngs: nnx.Rngs | None = None,
         params: MoEParams | None = None,
+        layout: ParallelLayout | None = None,
+        mesh: Mesh | None = None,
         sharding: Mapping[str, Axes | None] = MappingProxyType({}),
         metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
@@ -106,6 +111,8 @@ class MoE(nnx.Module):
           bias_init: for biases; the selection bias always starts at 0.
           rngs: ``params`` stream; needed unless ``params`` are given.
           params: arrays to take as they are, instead of initialising.
+          layout, mesh: cut the parameters over the mesh by :func:`jaxmoe.parallel.shard_params` and run there by
+            :func:`jaxmoe.parallel.moe_parallel`; both or none. Parameters then carry no logical axis names.
           sharding: logical axis names by parameter path that replace those of ``SHARDING``; None for no names.
           metadata: more metadata for every variable, e.g. ``eager_sharding=True`` to place parameters on creation.
 
@@ -135,22 +142,39 @@ class MoE(nnx.Module):
             if rngs is None:
                 raise ValueError("rngs is missing: give rngs=nnx.Rngs(seed), or params")
             params = init_params(config, rngs, param_dtype, kernel_init, bias_init, tid2eid)
+        if (layout is None) != (mesh is None):
+            raise ValueError("layout and mesh go together: give both for many devices, or none of them")
+        if layout is not None and mesh is not None:
+            params = shard_params(params, config, layout, mesh)
+            sharding = dict.fromkeys(SHARDING) | dict(sharding)
         variables = to_variables(params, sharding, metadata)
         self.config = config
         self.execution = Execution() if execution is None else execution
         self.dtype = dtype
+        self.layout = layout
+        self.mesh = mesh
         self.router = nnx.data(variables.router)
         self.experts = nnx.data(variables.experts)
         self.shared = nnx.data(variables.shared)
 
     @classmethod
     def from_params(
-        cls, config: MoEConfig, params: MoEParams, execution: Execution | None = None, *, dtype: Any = None
+        cls,
+        config: MoEConfig,
+        params: MoEParams,
+        execution: Execution | None = None,
+        *,
+        dtype: Any = None,
+        layout: ParallelLayout | None = None,
+        mesh: Mesh | None = None,
     ) -> MoE:
-        """A layer around existing parameters, e.g. a checkpoint's; nothing is copied or converted."""
+        """A layer around existing parameters, e.g. a checkpoint's; nothing is converted.
+
+        Nothing is copied either, unless ``layout`` and ``mesh`` cut whole parameters over many devices.
+        """
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         sizes = fields.pop("hidden"), fields.pop("intermediate"), config.router.num_experts
-        return cls(*sizes, **fields, execution=execution, dtype=dtype, params=params)
+        return cls(*sizes, **fields, execution=execution, dtype=dtype, params=params, layout=layout, mesh=mesh)
 
     @property
     def params(self) -> MoEParams:
@@ -180,7 +204,10 @@ class MoE(nnx.Module):
           ValueError: shapes or dtypes do not fit.
         """
         params, x, routing = self._inputs(x, routing)
-        return moe(params, x, self.config, self.execution, token_ids=token_ids, valid=valid, routing=routing)
+        given = {"token_ids": token_ids, "valid": valid, "routing": routing}
+        if self.layout is None or self.mesh is None:
+            return moe(params, x, self.config, self.execution, **given)
+        return moe_parallel(params, x, self.config, self.layout, self.mesh, self.execution, **given)
 
     def with_load(
         self,
@@ -195,7 +222,17 @@ class MoE(nnx.Module):
         Takes what a call of the layer takes; see :func:`jaxmoe.balance.moe_with_load`.
         """
         params, x, routing = self._inputs(x, routing)
-        return moe_with_load(params, x, self.config, self.execution, token_ids=token_ids, valid=valid, routing=routing)
+        return moe_with_load(
+            params,
+            x,
+            self.config,
+            self.execution,
+            layout=self.layout,
+            mesh=self.mesh,
+            token_ids=token_ids,
+            valid=valid,
+            routing=routing,
+        )
 
     def _inputs(self, x: Array, routing: Routing | None) -> tuple[MoEParams, Array, Routing | None]:
         """Arrays as the functional core takes them."""

@@ -1,0 +1,93 @@
+"""A short training run on two devices is that on one: losses, parameters, selection bias, loads."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmoe
+from jaxmoe import Execution, RouterConfig, SharedExperts
+from jaxmoe.balance import load_balancing_loss, router_z_loss, update_correction_bias
+from jaxmoe.nn import MoE
+from jaxmoe.parallel import ParallelLayout
+from jaxmoe.router import router_logits
+
+B, S, H, WIDTH, E, K = 4, 6, 64, 32, 4, 2
+STEPS = 6
+
+
+def train(layout, mesh, execution):
+    """Gradient descent on one layer with a balance loss, a z-loss and the bias step."""
+    first = MoE(
+        H,
+        WIDTH,
+        E,
+        router=RouterConfig(num_experts=E, top_k=K, score="sigmoid", correction_bias=True),
+        shared=SharedExperts(intermediate=WIDTH, gate=True),
+        partial_blocks=True,
+        param_dtype=jnp.float32,
+        rngs=nnx.Rngs(1),
+    )
+    layer = MoE.from_params(first.config, first.params, execution, layout=layout, mesh=mesh)
+    x = jax.random.normal(jax.random.key(2), (B, S, H), jnp.float32)
+    target = jnp.sin(2 * jnp.roll(x, 1, axis=-1))
+    if mesh is not None:
+        x, target = jax.device_put((x, target), NamedSharding(mesh, layout.tokens))
+
+    @nnx.jit
+    def step(layer):
+        def loss(layer):
+            config = layer.config.router
+            logits = router_logits(layer.params.router, x)
+            routing = jaxmoe.route(layer.params.router, None, config, logits=logits.reshape(-1, E))
+            routing = jax.tree.map(lambda a: a.reshape(B, S, K), routing)
+            y, load = layer.with_load(x, routing=routing)
+            balance = load_balancing_loss(logits, routing.ids, config, sequence_wise=True)
+            return jnp.mean((y - target) ** 2) + 0.01 * balance + 0.001 * router_z_loss(logits), load
+
+        (value, load), gradient = nnx.value_and_grad(loss, has_aux=True)(layer)
+        state = nnx.state(layer, nnx.Param)
+        nnx.update(layer, jax.tree.map(lambda p, g: p - 2.0 * g, state, gradient))
+        bias = layer.router.correction_bias
+        bias[...] = update_correction_bias(bias[...], load, 0.01)
+        return value, load
+
+    steps = [step(layer) for _ in range(STEPS)]
+    return [float(v) for v, _ in steps], np.stack([load for _, load in steps]), layer.params
+
+
+@pytest.mark.parametrize("execution", [Execution(), Execution(forward_format=jaxmoe.FP8Block)], ids=["f32", "fp8"])
+def test_expert_parallel(execution):
+    losses, loads, params = train(None, None, execution)
+    assert losses[-1] < 0.9 * losses[0]
+    layout = ParallelLayout(tokens=P("d"), experts="d")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    found, found_loads, found_params = train(layout, mesh, execution)
+    np.testing.assert_allclose(found, losses, rtol=2e-5)
+    np.testing.assert_array_equal(found_loads, loads)
+    assert found_params.experts.down.values.sharding.spec == P("d")
+    for (path, got), want in zip(jax.tree.leaves_with_path(found_params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=1e-4 * float(jnp.abs(want).max()), err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def test_a_layer_cut_over_a_mesh_is_the_layer():
+    """Widths cut too, and what does not go together is refused."""
+    first = MoE(H, WIDTH, E, top_k=K, param_dtype=jnp.float32, rngs=nnx.Rngs(1))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("e", "t"))
+    layout = ParallelLayout(experts="e", intermediate="t")
+    cut = MoE.from_params(first.config, first.params, layout=layout, mesh=mesh)
+    assert cut.experts.gate_up.values.shape == (2 * E, WIDTH, H)
+    x = jax.random.normal(jax.random.key(2), (5, H), jnp.float32)
+    want, wanted_load = jax.jit(MoE.with_load)(first, x)
+    y, load = jax.jit(MoE.with_load)(cut, x)
+    np.testing.assert_allclose(y, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
+    np.testing.assert_array_equal(load, wanted_load)
+    with pytest.raises(ValueError, match="layout and mesh go together"):
+        MoE.from_params(first.config, first.params, layout=layout)
