@@ -53,17 +53,20 @@ def permute(x: Array | QuantizedRows, grouping: Grouping, *, backend: Backend = 
         raise ShapeError(f"x {list(values.shape)} does not hold the {grouping.slots.shape[0]} tokens that were grouped")
     values, slots, source = vary_together(values, grouping.slots, grouping.source)
     shape = grouping.row_shape
+    move = _copy if isinstance(x, QuantizedRows) else _permute
+    rows: Array | QuantizedRows = jnp.reshape(move(values, slots, source, backend), (*shape, values.shape[1]))
     if isinstance(x, QuantizedRows):
-        rows = _backend.run("permute", COPY, backend, values, slots, source).reshape(*shape, values.shape[1])
         rows = QuantizedRows(rows, reference.take_scales(x.scales, x.quant, source, shape), x.quant)
-    else:
-        rows = _permute(values, slots, source, backend).reshape(*shape, values.shape[1])
     return GroupedRows(rows, grouping.group, grouping.layout, grouping.alignment)
+
+
+def _copy(x: Array, slots: Array, source: Array, backend: Backend) -> Array:
+    return _backend.run("permute", COPY, backend, x, slots, source)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _permute(x: Array, slots: Array, source: Array, backend: Backend) -> Array:
-    return _backend.run("permute", COPY, backend, x, slots, source)
+    return _copy(x, slots, source, backend)
 
 
 def _permute_fwd(x: Array, slots: Array, source: Array, backend: Backend) -> tuple[Array, Array]:

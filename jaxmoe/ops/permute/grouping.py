@@ -110,7 +110,7 @@ def group_tokens(
     """
     if ids.ndim != 2 or ids.dtype != jnp.int32:
         raise ShapeError(f"ids are {ids.dtype}{list(ids.shape)}; they must be int32 [N, K]")
-    num_rows = buffer_rows(layout, *ids.shape[:1], ids.size, num_experts, alignment, capacity)
+    num_rows = buffer_rows(layout, ids.shape[0], ids.size, num_experts, alignment, capacity)
     options = {"layout": layout, "alignment": alignment, "num_rows": num_rows}
     group, slots, source = _backend.run("group_tokens", PLACE, backend, ids, num_experts, **options)
     return Grouping(group, slots, source, layout, alignment)
