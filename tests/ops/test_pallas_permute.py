@@ -57,6 +57,15 @@ def test_copies_in_the_interpreter(rng: np.random.Generator, dtype: Any, n: int,
     np.testing.assert_array_equal(*(np.asarray(a.astype(jnp.float32))[valid] for a in (got, want)))
 
 
+def test_copies_under_vmap(rng: np.random.Generator) -> None:
+    g = jax.vmap(lambda ids: group_tokens(ids, 3, backend="reference"))(routing(rng, 10, 2, 3).reshape(2, 5, 2))
+    x = jnp.asarray(rng.normal(size=(2, 5, 128)), jnp.float32)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = jax.vmap(lambda x, g: copy_kernel(x, g.slots, g.source, STAGE))(x, g)
+    for i, valid in enumerate(np.asarray(g.source) >= 0):
+        np.testing.assert_array_equal(np.asarray(got[i])[valid], np.asarray(x[i])[np.asarray(g.source[i])[valid]])
+
+
 @pytest.mark.parametrize(
     ("dtype", "k", "w", "columns", "extras"),
     [
