@@ -162,11 +162,16 @@ def bring_back(s: Sizes, every: dict[str, Array], me: Array, *, expand: bool) ->
         there.append(jnp.zeros(tokens, bool).at[token].set(True, mode="drop"))
         if "weights" in every:
             weights.append(jnp.zeros((tokens, k), jnp.float32).at[token].set(weight, mode="drop"))
-    out = {"y": reduced(jnp.stack(parts, 1), jnp.stack(there, 1))}
+    # Ranks are added in order of the last choice that names them.
+    ids = every["ids"][me]
+    owner = jnp.where(ids >= 0, ids // s.local_experts, -1)
+    named = owner[:, None, :] == jnp.arange(s.ranks)[:, None]
+    order = jnp.argsort(jnp.max(jnp.where(named, jnp.arange(k), -1), -1), axis=1)  # [T, R]
+    rows, there_too = jnp.stack(parts, 1), jnp.stack(there, 1)
+    y = reduced(jnp.take_along_axis(rows, order[..., None], 1), jnp.take_along_axis(there_too, order, 1))
+    out = {"y": y}
     if weights:
-        ids = every["ids"][me]
-        owner = jnp.where(ids >= 0, ids // s.local_experts, 0)
-        back = jnp.take_along_axis(jnp.stack(weights, 1), owner[:, None, :], axis=1)[:, 0]
+        back = jnp.take_along_axis(jnp.stack(weights, 1), jnp.maximum(owner, 0)[:, None, :], axis=1)[:, 0]
         out["token_weights"] = jnp.where(ids >= 0, back, 0.0)
     return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxmoe.cuda.deepep import sizes as _sizes
 from jaxmoe.cuda.deepep.sizes import Sizes, Wire
 from jaxmoe.cuda.driver import driver
 from jaxmoe.cuda.kernel import compile_kernels
+from jaxmoe.cuda.source import KernelSource
 from jaxmoe.dispatch.deepep import peers
 from jaxmoe.dispatch.deepep.calls import Calls
 from jaxmoe.errors import EpFailure, FormatError, ShapeError
@@ -104,18 +105,23 @@ class EpContext:
         self.sizes = dataclasses.replace(
             self.sizes, num_sms=sms, epilogue_sms=arch.num_sms, timeout_cycles=cycles
         )
+        kernels = self._kernels(Calls(arch.name, self.sizes, 0))
         self._buffers = peers.Buffers(groups, self.sizes, self.wire, str(self))
         self._calls = Calls(arch.name, self.sizes, self._buffers.context)
         try:
-            compile_kernels([source for call in self._forward() for source, _ in call.launches])
+            compile_kernels(kernels)
             self._buffers.publish(ffi.library())
         except BaseException:
             self.close()
             raise
 
-    def _forward(self) -> list[Any]:
-        there = self._calls.plan_dispatch(self.wire, self.sizes.tokens, mode="given", expand=False)
-        return [there, self._calls.plan_combine(self.sizes.tokens, expand=False)]
+    def _kernels(self, calls: Calls) -> list[KernelSource]:
+        """Those of the ``v2`` format; others are compiled when a program that uses them is traced."""
+        plans = (
+            calls.plan_dispatch(self.wire, self.sizes.tokens, mode="given", expand=False),
+            calls.plan_combine(self.sizes.tokens, expand=False),
+        )
+        return [source for call in plans for source, _ in call.launches]
 
     @property
     def calls(self) -> Calls:

@@ -41,8 +41,9 @@ class _State:
 class DeepEP:
     """Tokens travel by DeepEP's kernels, on NVLink; implements :class:`jaxmoe.dispatch.base.Dispatch`.
 
-    A token goes once to each rank that holds any of its experts; that rank sums over its experts in f32, rounds to
-    bf16, and the token's own rank sums over ranks, in f32 in order of rank, and rounds to bf16. The same on R = 1.
+    A token goes once to each rank that holds any of its experts; that rank sums over its experts in f32 and rounds to
+    bf16 (``v2_psum`` and ``ll`` round each expert's weighted row first), and the token's own rank sums over ranks in
+    f32, in order of the token's choices, and rounds to bf16. So it is on one rank, too.
 
     =========== =====================================================================================================
     format      what arrives

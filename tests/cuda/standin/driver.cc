@@ -5,6 +5,7 @@
 //     store P BYTE COUNT        a launch writes COUNT times BYTE to where pointer parameter P points
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -255,6 +256,73 @@ int cuLaunchKernelEx(const Config* config, Library* kernel, void** params, void*
   record.Text("]");
   Log(record);
   return 0;
+}
+
+// Memory is the host's. Devices 0 to 7 reach each other.
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 13 ? 1980000 : 0;
+  return Begin("cuDeviceGetAttribute");
+}
+int cuDeviceCanAccessPeer(int* able, int device, int peer) {
+  *able = device < 8 && peer < 8;
+  return Begin("cuDeviceCanAccessPeer");
+}
+int cuCtxSynchronize() { return Begin("cuCtxSynchronize"); }
+int cuCtxEnablePeerAccess(void* peer, unsigned) {
+  Record record("cuCtxEnablePeerAccess");
+  Log(record.Number("device", contexts.back()).Number("peer", reinterpret_cast<std::intptr_t>(peer) - 1));
+  return Begin("cuCtxEnablePeerAccess");
+}
+int cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
+  *free = *total = std::size_t{1} << 30;
+  return Begin("cuMemGetInfo_v2");
+}
+int cuMemAlloc_v2(void** address, std::size_t bytes) {
+  if (int result = Begin("cuMemAlloc_v2"); result != 0) return result;
+  *address = std::malloc(bytes);
+  Record record("cuMemAlloc_v2");
+  Log(record.Number("device", contexts.back()).Number("bytes", bytes)
+          .Number("address", reinterpret_cast<std::uintptr_t>(*address)));
+  return 0;
+}
+int cuMemFree_v2(void* address) {
+  Record record("cuMemFree_v2");
+  Log(record.Number("device", contexts.back()).Number("address", reinterpret_cast<std::uintptr_t>(address)));
+  std::free(address);
+  return Begin("cuMemFree_v2");
+}
+int cuMemsetD8_v2(void* address, unsigned char byte, std::size_t bytes) {
+  std::memset(address, byte, bytes);
+  return Begin("cuMemsetD8_v2");
+}
+int cuMemcpyHtoD_v2(void* to, const void* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+  return Begin("cuMemcpyHtoD_v2");
+}
+int cuMemcpyDtoH_v2(void* to, const void* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+  return Begin("cuMemcpyDtoH_v2");
+}
+// A handle is the address; it opens as an address 4096 bytes later, which only its closing may name.
+struct IpcHandle {
+  char* address;
+  char spare[56];
+};
+int cuIpcGetMemHandle(IpcHandle* handle, char* address) {
+  *handle = IpcHandle{address, {}};
+  return Begin("cuIpcGetMemHandle");
+}
+int cuIpcOpenMemHandle_v2(char** address, IpcHandle handle, unsigned) {
+  if (int result = Begin("cuIpcOpenMemHandle_v2"); result != 0) return result;
+  *address = handle.address + 4096;
+  Record record("cuIpcOpenMemHandle_v2");
+  Log(record.Number("device", contexts.back()).Number("address", reinterpret_cast<std::uintptr_t>(*address)));
+  return 0;
+}
+int cuIpcCloseMemHandle(char* address) {
+  Record record("cuIpcCloseMemHandle");
+  Log(record.Number("device", contexts.back()).Number("address", reinterpret_cast<std::uintptr_t>(address)));
+  return Begin("cuIpcCloseMemHandle");
 }
 
 }  // extern "C"

@@ -1,0 +1,386 @@
+"""Several ranks on one GPU, each with its own buffer, stream and few SMs: our launches through our launcher, no JAX.
+
+A rank is a peer context of its own on the one device. What the kernels give is compared with the model of
+``tests/dispatch/model.py``, exactly. ``python virtual_ranks.py [--ranks 2,4,8] [--quick]`` prints a line per case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+import time
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.cuda import cubin_cache, ffi
+from jaxmoe.cuda.deepep import specs
+from jaxmoe.cuda.deepep.sizes import DATA_OFFSET, TABLE_OFFSET, Sizes, Wire, combine_width, combine_wire
+from jaxmoe.cuda.driver import driver
+from jaxmoe.cuda.launch import encode
+from jaxmoe.dispatch.deepep import formats
+
+FIRST_CONTEXT = 1000
+ERROR_BYTES = 4096
+POISON = 0xC3
+
+
+def load_model() -> Any:
+    path = pathlib.Path(__file__).parents[1] / "dispatch" / "model.py"
+    spec = importlib.util.spec_from_file_location("jaxmoe_virtual_model", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class VirtualRanks:
+    """R ranks on the CUDA devices ``devices`` (ordinals, one per rank; the same one may come again)."""
+
+    def __init__(self, sizes: Sizes, wire: Wire, devices: list[int] | None = None, arch: str = "sm_90a"):
+        self.sizes, self.wire, self.arch = sizes, wire, arch
+        self.devices = devices or [0] * sizes.ranks
+        self.cuda = driver()
+        self.library = ffi.library()
+        self.library.set_cubin_directory(cubin_cache.directory())
+        c = self.library.c
+        text, size = ctypes.c_char_p, ctypes.c_size_t
+        c.jaxmoe_program_create.argtypes = [text, size, ctypes.POINTER(ctypes.c_void_p), text, size]
+        pointer = ctypes.c_void_p
+        c.jaxmoe_program_prepare.argtypes = [pointer, ctypes.c_int32, text, size]
+        c.jaxmoe_program_launch.argtypes = [
+            pointer, pointer, size, pointer, size, ctypes.c_int32, pointer, text, size,
+        ]  # fmt: skip
+        c.jaxmoe_program_destroy.argtypes = [pointer]
+        self.nbytes = sizes.buffer_bytes(wire)
+        self.starts = [self.cuda.allocate(d, self.nbytes) for d in self.devices]
+        self._held: list[tuple[int, int]] = []
+        table = np.array(self.starts, np.uint64).tobytes()
+        self.streams = []
+        for rank, (device, start) in enumerate(zip(self.devices, self.starts, strict=True)):
+            for peer in set(self.devices) - {device}:
+                self.cuda.enable_peer(device, peer)
+            self.cuda.clear(device, start, DATA_OFFSET)
+            self.cuda.write(device, start + TABLE_OFFSET, table)
+            self.library.set_peer(
+                FIRST_CONTEXT + rank,
+                device,
+                base=start + DATA_OFFSET,
+                workspace=start,
+                window=start + TABLE_OFFSET,
+                rank=rank,
+            )
+            stream = ctypes.c_void_p()
+            with self.cuda.current(device):
+                self._cuda("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(1))
+            self.streams.append(stream)
+
+    def _cuda(self, name: str, *args: Any) -> None:
+        result = getattr(ctypes.CDLL("libcuda.so.1"), name)(*args)
+        assert result == 0, (name, result)
+
+    def compile(self, *calls: specs.Call) -> None:
+        cubin_cache.ensure([source for call in calls for source, _ in call.launches])
+
+    def run(self, calls: list[specs.Call], arrays: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+        """One call on each rank at the same time; results start as poison."""
+        keys = cubin_cache.ensure([source for call in calls for source, _ in call.launches])
+        prepared = []
+        for rank, (call, given) in enumerate(zip(calls, arrays, strict=True)):
+            device = self.devices[rank]
+            arguments = [self._put(device, np.ascontiguousarray(given[n])) for n in call.arguments]
+            results = [self._fill(device, r) for r in call.results.values()]
+            blob = encode([dataclasses.replace(spec, cubin=keys[source]) for source, spec in call.launches], call.name)
+            program, error = ctypes.c_void_p(), ctypes.create_string_buffer(ERROR_BYTES)
+            c = self.library.c
+            if c.jaxmoe_program_create(blob, len(blob), ctypes.byref(program), error, ERROR_BYTES) or (
+                c.jaxmoe_program_prepare(program, device, error, ERROR_BYTES)
+            ):
+                raise RuntimeError(error.value.decode())
+            prepared.append((program, arguments, results))
+        for device in set(self.devices):
+            self.cuda.synchronize(device)
+        for rank, (program, arguments, results) in enumerate(prepared):
+            a, r = (np.array(b, np.uint64).reshape(-1, 2) for b in (arguments, results))
+            error = ctypes.create_string_buffer(ERROR_BYTES)
+            with self.cuda.current(self.devices[rank]):
+                if self.library.c.jaxmoe_program_launch(
+                    program, a.ctypes.data, len(a), r.ctypes.data, len(r), self.devices[rank], self.streams[rank],
+                    error, ERROR_BYTES,
+                ):  # fmt: skip
+                    raise RuntimeError(error.value.decode())
+        for device in set(self.devices):
+            self.cuda.synchronize(device)
+        out = []
+        for rank, (call, (program, _, results)) in enumerate(zip(calls, prepared, strict=True)):
+            got = {}
+            for (name, like), (address, nbytes) in zip(call.results.items(), results, strict=True):
+                raw = self.cuda.read(self.devices[rank], address, nbytes)
+                got[name] = np.frombuffer(raw, like.dtype).reshape(like.shape)
+            out.append(got)
+            self.library.c.jaxmoe_program_destroy(program)
+        for device, address in self._held:
+            self.cuda.free(device, address)
+        self._held = []
+        return out
+
+    def _put(self, device: int, array: np.ndarray) -> tuple[int, int]:
+        address = self.cuda.allocate(device, max(array.nbytes, 16))
+        self._held.append((device, address))
+        if array.nbytes:
+            self.cuda.write(device, address, array.tobytes())
+        return address, array.nbytes
+
+    def _fill(self, device: int, like: jax.ShapeDtypeStruct) -> tuple[int, int]:
+        return self._put(device, np.full(like.size * np.dtype(like.dtype).itemsize, POISON, np.uint8))
+
+    def close(self) -> None:
+        for rank, (device, start) in enumerate(zip(self.devices, self.starts, strict=True)):
+            self.library.erase_peer(FIRST_CONTEXT + rank)
+            self.cuda.free(device, start)
+            with self.cuda.current(device):
+                self._cuda("cuStreamDestroy_v2", self.streams[rank])
+
+
+def same(what: str, got: np.ndarray, want: np.ndarray) -> None:
+    got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
+    assert got.shape == want.shape and got.dtype == want.dtype, (what, got.shape, want.shape, got.dtype, want.dtype)
+    unlike = got.reshape(-1).view(np.uint8) != want.reshape(-1).view(np.uint8)
+    if unlike.any():
+        i = int(np.argmax(unlike)) // got.dtype.itemsize
+        at = np.unravel_index(i, got.shape)
+        raise AssertionError(
+            f"{what}: {int((got != want).sum())} of {got.size} differ, first at {tuple(map(int, at))}: "
+            f"{got[at]} instead of {want[at]}"
+        )
+
+
+def make_ids(rng: np.random.Generator, kind: str, tokens: int, experts: int, k: int, ranks: int) -> np.ndarray:
+    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
+    if kind == "holes":
+        ids[rng.random(ids.shape) < 0.3] = -1
+        ids[::7] = -1
+    if kind == "one_rank":
+        ids = np.where(ids < experts // ranks, ids, -1).astype(np.int32)
+    if kind == "none":
+        ids[:] = -1
+    return ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    ranks: int
+    tokens: tuple[int, ...]  # per rank
+    kind: str = "holes"
+    fp8: bool = False
+    expand: bool = False
+    mode: specs.Mode = "given"
+    hidden: int = 1024
+    experts: int = 16
+    top_k: int = 4
+    limit: int = 64
+
+
+def check(case: Case, model: Any, devices: list[int] | None = None, sms: int = 8) -> None:
+    """Dispatch, combine with weights, and the dispatch again of its gradient, against the model, to the bit."""
+    rng = np.random.default_rng(zlib.crc32(repr(case).encode()))
+    r, h, k, m = case.ranks, case.hidden, case.top_k, case.limit
+    s = Sizes(
+        ranks=r, tokens=m, hidden=h, experts=case.experts, top_k=k, alignment=16, num_sms=sms, epilogue_sms=sms,
+        timeout_cycles=10_000_000_000,
+    )  # fmt: skip
+    plain = combine_wire(h)
+    wire = Wire(jnp.float8_e4m3fn, h, jnp.float32, h // 128) if case.fp8 else plain
+    ranks = VirtualRanks(s, wire, devices)
+    try:
+        _check(case, model, ranks, s, wire, plain, rng, m)
+    finally:
+        ranks.close()
+
+
+def _check(case: Case, model: Any, ranks: Any, s: Sizes, wire: Wire, plain: Wire, rng: Any, m: int) -> None:
+    r, k, h = case.ranks, case.top_k, case.hidden
+    receive = jax.jit(model.receive, static_argnums=(0, 1), static_argnames=("mode", "expand"))
+    bring_back = jax.jit(model.bring_back, static_argnums=0, static_argnames="expand")
+    most = max(max(case.tokens), 1)
+    ids = np.full((r, most, k), -1, np.int32)
+    for rank, tokens in enumerate(case.tokens):
+        ids[rank, :tokens] = make_ids(rng, case.kind, tokens, case.experts, k, r)
+    bits = rng.integers(0, 256, (r, most, wire.width * np.dtype(wire.dtype).itemsize), np.uint8)
+    bits = np.where(bits % 128 == 127, bits - 1, bits).astype(np.uint8)  # no NaN in e4m3, nor a large bf16 exponent
+    x = bits.view(wire.dtype) if case.fp8 else rng.standard_normal((r, most, wire.width)).astype(wire.dtype)
+    weights = rng.random((r, most, k)).astype(np.float32)
+    every = {"x": x, "ids": ids, "weights": weights}
+    if case.fp8:
+        every["scales"] = rng.random((r, wire.scales, -(-most // 4) * 4)).astype(np.float32)
+    me = [jnp.int32(i) for i in range(r)]
+    if case.mode != "plain":
+        every["slots"] = np.stack([np.asarray(formats.slots_of(jnp.asarray(ids[i]), s, me[i])) for i in range(r)])
+    given = [{n: a[i] for n, a in every.items()} for i in range(r)]
+    if case.mode == "again":
+        for i in range(r):
+            places = {n: np.asarray(a) for n, a in formats.expanded_places(jnp.asarray(ids), s, me[i]).items()}
+            given[i] |= {"ranks": places["ranks"], "metadata": places["metadata"]}
+    options: dict[str, Any] = {"mode": case.mode, "expand": case.expand}
+    # Ranks may have different numbers of tokens: each launches its own.
+    calls = [
+        specs.dispatch(ranks.arch, s, wire, FIRST_CONTEXT + i, max(t, 1), **options) for i, t in enumerate(case.tokens)
+    ]
+    cut = [_cut(a, max(t, 1)) for a, t in zip(given, case.tokens, strict=True)]
+    got = ranks.run(calls, cut)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        on_cpu = {n: jnp.asarray(a) for n, a in every.items()}
+        for i in range(r):
+            on_rank = {n: jnp.asarray(a) for n, a in given[i].items()}
+            want, _ = receive(s, wire, on_cpu, me[i], expand=case.expand, mode=case.mode, given=on_rank)
+            compare(case, f"rank {i}", got[i], {n: np.asarray(a) for n, a in want.items()}, given[i], every, s)
+
+    ways = []
+    for i in range(r):
+        way = {n: (got[i] | cut[i])[n] for n in ("ids", "slots", "ranks", "metadata")}
+        rows = s.expanded if case.expand else s.received
+        y = rng.standard_normal((rows, combine_width(h))).astype(plain.dtype)
+        row_weights = rng.random((rows,) if case.expand else (rows, k)).astype(np.float32)
+        ways.append(way | {"rows": y, "weights": row_weights})
+    calls = [
+        specs.combine(ranks.arch, s, FIRST_CONTEXT + i, max(t, 1), expand=case.expand, weights=True)
+        for i, t in enumerate(case.tokens)
+    ]
+    back = ranks.run(calls, ways)
+    with jax.default_device(jax.devices("cpu")[0]):
+        joined = {n: jnp.stack([jnp.asarray(w[n]) for w in ways]) for n in ("rows", "weights", "metadata", "ranks")}
+        joined["ids"] = jnp.asarray(ids)
+        for i, t in enumerate(case.tokens):
+            want = bring_back(s, joined, me[i], expand=case.expand)
+            for name in ("y", "token_weights"):
+                same(f"rank {i} combine {name}", back[i][name][:t], np.asarray(want[name])[:t])
+
+    d_y = [rng.standard_normal((max(t, 1), combine_width(h))).astype(plain.dtype) for t in case.tokens]
+    calls = [
+        specs.dispatch(
+            ranks.arch, s, plain, FIRST_CONTEXT + i, max(t, 1), mode="again", expand=case.expand, weights=False
+        )
+        for i, t in enumerate(case.tokens)
+    ]
+    again = ranks.run(calls, [w | {"x": d} for w, d in zip(ways, d_y, strict=True)])
+    for i in range(r):
+        for row in range(int(ways[i]["ranks"][-1])):
+            sender, token = divmod(int(ways[i]["metadata"][row, 0]), m)
+            at = [row] if not case.expand else [x for x in ways[i]["metadata"][row, 2:] if x >= 0]
+            for place in at:
+                same(f"rank {i} again row {place}", again[i]["rows"][place], d_y[sender][token])
+
+
+def _cut(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
+    whole = ("ranks", "metadata")
+    out = {n: a if n in whole else a[:tokens] for n, a in arrays.items() if n != "scales"}
+    if "scales" in arrays:
+        out["scales"] = arrays["scales"][:, : -(-tokens // 4) * 4]
+    return out
+
+
+def compare(case: Case, who: str, got: Any, want: Any, given: Any, every: Any, s: Sizes) -> None:
+    """Kernel against model; where the kernel chooses places, what is in each place."""
+    if case.mode != "again":
+        for name in ("ranks", "counts", "ends"):
+            same(f"{who} {name}", got[name], want[name])
+    table = got | given if case.mode == "again" else got
+    n = int(table["ranks"][-1])
+    if not case.expand and case.mode == "given":
+        for name in ("rows", "row_ids", "row_weights"):
+            same(f"{who} {name}", got[name][:n], want[name][:n])
+        same(f"{who} metadata", got["metadata"][:n, :2], want["metadata"][:n, :2])
+        if case.fp8:
+            same(f"{who} row_scales", got["row_scales"][:, :n], want["row_scales"][:, :n])
+    if case.mode == "again":
+        used = np.unique(table["metadata"][:n, 2:])
+        used = used[used >= 0]
+        for name in ("rows", "row_weights"):
+            same(f"{who} {name}", got[name][used], want[name][used])
+    seen: set[int] = set()
+    sources = np.sort(table["metadata"][:n, 0])
+    same(
+        f"{who} sources",
+        sources.astype(np.int32),
+        np.sort(want["metadata"][:n, 0]) if case.mode != "again" else sources,
+    )
+    me, el = int(who.split()[1]), s.local_experts
+    for row in range(n):
+        sender, token = divmod(int(table["metadata"][row, 0]), s.tokens)
+        ids = every["ids"][sender, token]
+        lanes = [j for j in range(s.top_k) if ids[j] >= 0 and ids[j] // el == me]
+        assert int(table["metadata"][row, 1]) == sender * s.top_k + lanes[-1], (who, row, table["metadata"][row], lanes)
+        places = table["metadata"][row, 2:] if case.expand else np.where(np.isin(range(s.top_k), lanes[:1]), row, -1)
+        assert [j for j in range(s.top_k) if places[j] >= 0] == (lanes if case.expand else lanes[:1]), (
+            who,
+            row,
+            places,
+        )
+        for j in lanes if case.expand else lanes[:1]:
+            place = int(places[j])
+            assert place not in seen, (who, place)
+            seen.add(place)
+            same(f"{who} row {place}", got["rows"][place], every["x"][sender, token])
+            if case.fp8:
+                same(f"{who} scales of row {place}", got["row_scales"][:, place], every["scales"][sender, :, token])
+            if case.expand:
+                same(f"{who} weight {place}", got["row_weights"][place], every["weights"][sender, token, j])
+    rows = got["rows"].view(np.uint8).reshape(got["rows"].shape[0], -1)
+    untouched = np.setdiff1d(np.arange(rows.shape[0]), list(seen))
+    assert (rows[untouched] == POISON).all(), f"{who}: rows were written that nothing arrived in"
+
+
+def cases(counts: list[int], quick: bool) -> list[Case]:
+    found = []
+    for r in counts:
+        uneven = tuple((0, 64, 1, 37)[i % 4] for i in range(r))
+        even = (64,) * r
+        found += [Case(r, even), Case(r, uneven, expand=True, mode="again"), Case(r, even, fp8=True)]
+        if not quick:
+            found += [
+                Case(r, uneven, mode="plain", fp8=True, expand=True),
+                Case(r, even, mode="plain"),
+                Case(r, uneven, expand=True),
+                Case(r, even, kind="one_rank", fp8=True, expand=True, mode="again"),
+                Case(r, even, kind="none"),
+                Case(r, (0,) * r, kind="none", expand=True, mode="plain"),
+            ]
+    if not quick and max(counts) > 4:
+        found.append(Case(max(counts), (64,) * max(counts), top_k=2, experts=32))  # fewer choices than ranks
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", default="1,2,4,8")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seconds", type=float, default=60)
+    arguments = parser.parse_args()
+    model, failed, start = load_model(), 0, time.time()
+    for case in cases([int(r) for r in arguments.ranks.split(",")], arguments.quick):
+        if time.time() - start > arguments.seconds:
+            print("out of time", flush=True)
+            return 1
+        began = time.time()
+        try:
+            check(case, model)
+            print(f"ok   {time.time() - began:.1f} s {case}", flush=True)
+        except Exception as error:
+            failed += 1
+            print(f"FAIL {time.time() - began:.1f} s {case}\n     {type(error).__name__}: {error}", flush=True)
+            if "CUDA_ERROR" in str(error):
+                return 1
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
