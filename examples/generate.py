@@ -1,6 +1,7 @@
 """Generates text with a checkpoint that ``train.py`` wrote; without arguments, with the one that is in ``data/``.
 
   python examples/generate.py --prompt "The with statement" --tokens 200
+  python examples/generate.py --mesh dp=2,ep=2
 
 The prompt and all new tokens are one compiled program: a loop on the device whose cache of keys and values has a fixed
 size. The experts' weights stay in the checkpoint's format.
@@ -17,8 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 from model import END, FORMATS, Decoder, load
+
+from jaxmoe.balance import load_bars, plot_load
 
 Array = jax.Array
 SHIPPED = Path(__file__).parent / "data" / "tiny_pydoc_mxfp4"
@@ -35,19 +39,25 @@ def main(argv: list[str] | None = None) -> int:
         "--format", choices=FORMATS, help="convert the experts at load; they are kept as they are without"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--mesh", type=meshes.parse, help="spread the model over devices, for example dp=2,ep=2 or tp=2"
+    )
+    parser.add_argument("--png", type=Path, help="draw the load of the experts to this file")
     args = parser.parse_args(argv)
     if args.tokens < 1:
         parser.error(f"--tokens is {args.tokens}; it must be at least 1")
     if not args.temperature >= 0:
         parser.error(f"--temperature is {args.temperature}; it must be 0 or more")
     try:
-        model = load(args.checkpoint, args.format)
+        mesh = meshes.make(args.mesh)
+        model = load(args.checkpoint, args.format, mesh)
     except (ValueError, OSError) as e:
         print(f"generate.py: {e}", file=sys.stderr)
         return 1
     formats = {str(block.ffn.config.weights) for block in model.blocks}
     device = jax.devices()[0]
-    print(f"{args.checkpoint.name}: {', '.join(formats)} experts on {device.device_kind}, JAX {jax.__version__}")
+    where = device.device_kind if mesh is None else f"{mesh.size} × {device.device_kind}"
+    print(f"{args.checkpoint.name}: {', '.join(formats)} experts on {where}, JAX {jax.__version__}")
 
     prompt, length = encode(args.prompt)
     inputs = model, prompt, length, np.float32(args.temperature), jax.random.key(args.seed)
@@ -61,7 +71,10 @@ def main(argv: list[str] | None = None) -> int:
         f"\n{args.prompt}\033[1m{decode(text)}\033[0m\n" if sys.stdout.isatty() else f"\n{args.prompt}{decode(text)}\n"
     )
     print(f"{int(count)} tokens in {seconds:.2f} s: {int(count) / seconds:.0f} tokens/s, compiled in {compiled:.1f} s")
-    show(np.asarray(load_))
+    ranks = 1 if args.mesh is None else args.mesh.get("ep", 1)
+    show(np.asarray(load_), ranks)
+    if args.png is not None:
+        print(f"\n{plot_load(load_, args.png, ranks=ranks, title='choices of each expert')}")
     return 0
 
 
@@ -104,23 +117,22 @@ def generate(
 
     def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         n, text, load, cache = state
-        logits, cache, new = model(text[n - 1][None, None], cache=cache, start=length + n - 1)
-        return n + 1, text.at[n].set(pick(logits[0, 0], n)), load + new, cache
+        logits, cache, routed = model(text[n - 1][None, None], cache=cache, start=length + n - 1)
+        return n + 1, text.at[n].set(pick(logits[0, 0], n)), load + routed.load, cache
 
     # Keys of the padding lie after the prompt's, where nothing looks before new ones have replaced them.
     width = prompt.shape[1]
     cache = model.empty_cache(1, width + count)
-    logits, cache, load = model(prompt, valid=jnp.arange(width)[None] < length, cache=cache)
+    logits, cache, routed = model(prompt, valid=jnp.arange(width)[None] < length, cache=cache)
     text = jnp.full(count, END, jnp.int32).at[0].set(pick(logits[0, length - 1], 0))
-    n, text, load, _ = jax.lax.while_loop(unfinished, step, (jnp.int32(1), text, load, cache))
+    n, text, load, _ = jax.lax.while_loop(unfinished, step, (jnp.int32(1), text, routed.load, cache))
     return text, n, load
 
 
-def show(load: np.ndarray) -> None:
-    """A line per layer: each expert's share of the rows."""
+def show(load: np.ndarray, ranks: int) -> None:
+    """Every layer's load of every expert as a bar, by rank where experts are spread."""
     for layer, counts in enumerate(load):
-        parts = " ".join(f"{100 * c / counts.sum():3.0f}" for c in counts)
-        print(f"layer {layer}: {counts.sum()} rows, share of experts (%) {parts}")
+        print(f"\nlayer {layer}: {counts.sum()} choices of an expert\n{load_bars(counts, ranks=ranks)}")
 
 
 if __name__ == "__main__":

@@ -21,13 +21,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import meshes
 import ml_dtypes
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 import jaxmoe
+from jaxmoe.balance import load_balancing_loss, router_z_loss
 from jaxmoe.checkpoint import CheckpointReader, load_moe, save_moe
 from jaxmoe.layer.build import make_params
+from jaxmoe.router import router_logits
 
 Array = jax.Array
 Cache = tuple[tuple[Array, Array], ...]
@@ -139,6 +143,22 @@ def rotate(x: Array, at: Array, theta: float) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """What the router did, by layer; costs nothing under jit where it is not used.
+
+    Attributes:
+      load: int32 [layers, E], choices that each expert got (each place, where experts have copies).
+      balance, z: f32 [layers], the losses of :mod:`jaxmoe.balance` for even load, by sequence, and small logits; 0
+        where experts are not learned.
+    """
+
+    load: Array
+    balance: Array
+    z: Array
+
+
 class Block(nnx.Module):
     """One layer."""
 
@@ -149,22 +169,24 @@ class Block(nnx.Module):
         self.ffn = moe
 
     def __call__(self, x: Array, tokens: Array, valid: Array | None, cache: Any, start: Array | int) -> Any:
-        """Returns x, the cache, and how many tokens each expert got."""
+        """Returns x, the cache, and what the router did, without the axis of layers."""
         y, cache = self.attn(self.attn_norm(x), cache, start)
         x = x + y
         y = self.ffn_norm(x)
-        # Routed here and not inside of the layer, to count.
-        router = self.ffn.config.router
+        # Routed here and not inside of the layer, for the losses.
+        params, router = self.ffn.params.router, self.ffn.config.router
+        logits = router_logits(params, y)
+        flat = [None if a is None else a.reshape(-1, *a.shape[2:]) for a in (logits, tokens, valid)]
         routing = jaxmoe.route(
-            self.ffn.params.router,
-            y.reshape(-1, y.shape[-1]),
-            router,
-            token_ids=tokens.reshape(-1) if router.hash_routing else None,
-            valid=None if valid is None else valid.reshape(-1),
+            params, None, router, logits=flat[0], token_ids=flat[1] if router.hash_routing else None, valid=flat[2]
         )
-        load = jnp.zeros(router.num_experts, jnp.int32).at[routing.ids].add((routing.ids >= 0).astype(jnp.int32))
         routing = jax.tree.map(lambda a: a.reshape(*x.shape[:-1], -1), routing)
-        return x + self.ffn(y, routing=routing), cache, load
+        y, load = self.ffn.with_load(y, valid=valid, routing=routing)
+        balance = z = jnp.float32(0)
+        if not router.hash_routing and router.logical_experts is None:
+            balance = load_balancing_loss(logits, routing.ids, router, valid=valid, sequence_wise=True)
+            z = router_z_loss(logits, valid=valid)
+        return x + y, cache, Routed(load, balance, z)
 
 
 class Decoder(nnx.Module):
@@ -186,7 +208,7 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, tokens: Array, *, valid: Array | None = None, cache: Cache | None = None, start: Array | int = 0
-    ) -> tuple[Array, Cache, Array]:
+    ) -> tuple[Array, Cache, Routed]:
         """Logits of the next token at every position.
 
         Args:
@@ -196,16 +218,16 @@ class Decoder(nnx.Module):
           start: position of the first token in the cache.
 
         Returns:
-          logits f32 [B, T, V], the cache, and tokens per expert int32 [layers, E].
+          logits f32 [B, T, V], the cache, and what the router did.
         """
         x = self.embed(tokens) * np.float32(self.config.hidden**0.5).astype(self.embed.embedding.dtype)
-        caches, loads = [], []
+        caches, routed = [], []
         for n, block in enumerate(self.blocks):
-            x, new, load = block(x, tokens, valid, None if cache is None else cache[n], start)
+            x, new, did = block(x, tokens, valid, None if cache is None else cache[n], start)
             caches.append(new)
-            loads.append(load)
+            routed.append(did)
         logits = self.embed.attend(self.norm(x)).astype(jnp.float32)
-        return logits, tuple(caches), jnp.stack(loads)
+        return logits, tuple(caches), jax.tree.map(lambda *layers: jnp.stack(layers), *routed)
 
     def empty_cache(self, batch: int, length: int) -> Cache:
         """Keys and values of ``length`` positions, [B, length, heads, D] each, for every layer."""
@@ -214,8 +236,8 @@ class Decoder(nnx.Module):
         return tuple((zeros, zeros) for _ in self.blocks)
 
 
-def new_moe(config: ModelConfig, rngs: nnx.Rngs, layer: int) -> jaxmoe.nn.MoE:
-    """A float32 layer to be trained."""
+def new_moe(config: ModelConfig, rngs: nnx.Rngs, layer: int, mesh: Mesh | None = None) -> jaxmoe.nn.MoE:
+    """A float32 layer to be trained, on a mesh of :mod:`meshes` with batches cut over it."""
     moe, table = config.moe(layer), None
     if moe.router.hash_routing:
         draws = np.random.default_rng(layer).random((config.vocab, config.experts))
@@ -230,6 +252,8 @@ def new_moe(config: ModelConfig, rngs: nnx.Rngs, layer: int) -> jaxmoe.nn.MoE:
         tid2eid=table,
         param_dtype=jnp.float32,
         rngs=rngs,
+        layout=None if mesh is None else meshes.layout(0),
+        mesh=mesh,
     )
 
 
@@ -288,10 +312,10 @@ def quantized(layer: jaxmoe.nn.MoE, weights: Any, shared: Any) -> jaxmoe.nn.MoE:
     return jaxmoe.nn.MoE.from_params(config, made)
 
 
-def load(path: str | Path, name: str | None = None) -> Decoder:
+def load(path: str | Path, name: str | None = None, mesh: Mesh | None = None) -> Decoder:
     """A checkpoint of :func:`save`, its experts kept in their format, or converted to what ``FORMATS`` calls ``name``.
 
-    The model computes in f32 on a CPU and in bf16 elsewhere.
+    With a mesh of :mod:`meshes`, sequences are cut over it. The model computes in f32 on a CPU and in bf16 elsewhere.
 
     Raises:
       ValueError: the checkpoint is not one of this model, or cannot be converted exactly.
@@ -306,7 +330,8 @@ def load(path: str | Path, name: str | None = None) -> Decoder:
 
     def moe(layer: int) -> jaxmoe.nn.MoE:
         loaded = load_moe(path, layer, weights=weights, shared_weights=shared, progress=False)
-        return jaxmoe.nn.MoE.from_params(loaded.config, loaded.params, dtype=dtype)
+        layout = None if mesh is None else meshes.layout(1)
+        return jaxmoe.nn.MoE.from_params(loaded.config, loaded.params, dtype=dtype, layout=layout, mesh=mesh)
 
     model, reader = Decoder(config, nnx.Rngs(0), moe), CheckpointReader(path)
     for tensor, variable, transposed in tensors(model):
@@ -315,4 +340,6 @@ def load(path: str | Path, name: str | None = None) -> Decoder:
         if value.shape != variable.shape:
             raise ValueError(f"{path}: {tensor} is {value.shape}; config.json says {variable.shape}")
         variable.set_value(jnp.asarray(value.astype(np.float32), dtype))
+    if mesh is not None:
+        meshes.replicate(model, mesh)
     return model

@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 
@@ -56,17 +57,39 @@ def test_the_script_prints_text_speed_and_load_and_the_same_again(script):
     # Words, mostly.
     assert len(re.findall(r"[a-z]{2,}", text)) >= 3
     assert re.search(r"\n\d+ tokens in [\d.]+ s: \d+ tokens/s, compiled in [\d.]+ s\n", out)
-    lines = re.findall(r"layer \d: (\d+) rows, share of experts \(%\)((?: +\d+){8})\n", out)
-    assert len(lines) == 4
-    for rows, shares in lines:
-        assert int(rows) % 2 == 0 and abs(sum(map(int, shares.split())) - 100) <= 4
+    layers = re.findall(r"layer \d: (\d+) choices of an expert\n((?:expert \d .* \d+ \([\d.]+ %\)\n){8})", out + "\n")
+    assert len(layers) == 4
+    for choices, bars in layers:
+        counts = [int(n) for n in re.findall(r" (\d+) \(", bars)]
+        assert sum(counts) == int(choices) and int(choices) % 2 == 0 and "█" in bars
     assert run()[0] == text
+
+
+def test_on_a_mesh_it_is_the_same_text(script, tmp_path):
+    """Tokens and experts cut: sums over devices round otherwise, which greedy text is stable against."""
+
+    def run(*args):
+        done = script("generate.py", "--tokens", "16", "--temperature", "0", *args)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split("\n\n")[1], done.stdout
+
+    text, _ = run()
+    found, out = run("--mesh", "dp=2,ep=2", "--png", str(tmp_path / "load.png"))
+    assert (tmp_path / "load.png").read_bytes()[:4] == b"\x89PNG"
+    assert found == text and "experts on 4 × cpu" in out
+    assert len(re.findall(r"^rank [01]: \d+ rows, [\d.]+ of the mean$", out, re.MULTILINE)) == 2 * 4
 
 
 def test_mistakes_are_told_in_a_line(example, capsys, tmp_path):
     generate = example("generate")
     assert generate.main(["--checkpoint", str(tmp_path)]) == 1
     assert "config.json" in capsys.readouterr().err
+    assert generate.main(["--mesh", "dp=64"]) == 1
+    assert "--mesh needs 64 devices; there are 8 of platform cpu" in capsys.readouterr().err
+    for wrong in ("dp", "dp=0", "pp=2", "dp=2,dp=2"):
+        with pytest.raises(SystemExit):
+            generate.main(["--mesh", wrong])
+        assert "is not a list of axes among dp, ep, tp, as in dp=2,ep=2" in capsys.readouterr().err
     other = generate.SHIPPED.parent / "deepseek_v4_fp4"
     (tmp_path / "config.json").write_text("{}")
     assert generate.main(["--checkpoint", str(tmp_path)]) == 1

@@ -31,12 +31,13 @@ def tiny(example):
 def test_decoding_with_the_cache_is_the_forward_pass(tiny):
     """A token at a time gives the logits of the whole text, past the window's end too."""
     model, tokens = tiny
-    whole, _, load = forward(model, tokens, ENTIRE)
+    whole, _, routed = forward(model, tokens, ENTIRE)
+    load = routed.load
     cache, found, loads = model.empty_cache(2, 16), [], []
     for n in range(16):
         logits, cache, new = step(model, tokens[:, n : n + 1], cache, jnp.int32(n))
         found.append(logits)
-        loads.append(new)
+        loads.append(new.load)
     np.testing.assert_allclose(np.concatenate(found, axis=1), whole, rtol=0, atol=1e-4)
     np.testing.assert_array_equal(np.sum(loads, axis=0), load)
     assert load.sum(axis=1).tolist() == [2 * 16 * 2] * 2
@@ -56,9 +57,9 @@ def test_padding_goes_to_no_expert(tiny):
     model, tokens = tiny
     whole, _, _ = forward(model, tokens, ENTIRE)
     valid = ENTIRE & (np.arange(16) < 9)
-    logits, _, load = forward(model, tokens.at[:, 9:].set(0), valid)
+    logits, _, routed = forward(model, tokens.at[:, 9:].set(0), valid)
     np.testing.assert_allclose(logits[:, :9], whole[:, :9], rtol=0, atol=1e-5)
-    assert load.sum(axis=1).tolist() == [2 * 9 * 2] * 2
+    assert routed.load.sum(axis=1).tolist() == [2 * 9 * 2] * 2
 
 
 def test_the_corpus_repeats_nothing_that_is_held_out(example):

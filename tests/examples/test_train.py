@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -38,6 +39,35 @@ def test_a_few_steps_lower_the_loss_and_all_formats_load(example, script, tmp_pa
     assert {block.ffn.config.weights for block in converted.blocks} == {jaxmoe.FP8Block}
 
 
+@pytest.mark.parametrize("forward", [None, "FP8Block"])
+def test_on_a_mesh_it_is_the_same_run(example, forward):
+    """Batches and experts over devices: losses, loads and bias of the run on one, with every balancing loss."""
+    train, meshes = example("train"), example("meshes")
+    text, _ = example("corpus").corpus()
+    flags = ["--layers", "2", "--steps", "4", "--batch", "4", "--length", "16"]
+    args = train.parse([*flags, *(["--forward", forward] if forward else [])])
+
+    def run(sizes):
+        mesh = meshes.make(sizes)
+        model, optimizer = train.setup(args, mesh)
+        numbers = np.random.default_rng(0)
+        steps = [
+            train.train_step(model, optimizer, train.batch(text, 4, 16, numbers, mesh), 0.003, 0.01, 0.001)
+            for _ in range(args.steps)
+        ]
+        bias = model.blocks[1].ffn.params.router.correction_bias
+        return [float(loss) for loss, _ in steps], np.stack([load for _, load in steps]), np.asarray(bias)
+
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        losses, loads, bias = run(None)
+        found, found_loads, found_bias = run({"dp": 1, "ep": 2} if forward else {"dp": 2, "ep": 2})
+    assert losses[-1] < losses[0] and np.abs(bias).max() > 0
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    # A close choice may turn with the last bit of a logit.
+    assert np.abs(found_loads - loads).max() <= 2
+    np.testing.assert_allclose(found_bias, bias, rtol=0, atol=2 * 0.003)
+
+
 def test_sizes_that_cannot_be_are_refused(example, capsys):
     train = example("train")
     with pytest.raises(SystemExit, match="2"):
@@ -45,3 +75,10 @@ def test_sizes_that_cannot_be_are_refused(example, capsys):
     assert "--steps is 0; it must be at least 1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"--length is 1000000; it must be below the \d+ bytes held out"):
         train.main(["--length", "1000000"])
+    for flags, message in (
+        (["--mesh", "tp=2"], "checkpoints are written of whole experts; use dp and ep"),
+        (["--mesh", "dp=3"], "--batch is 4; dp · ep = 3 must divide it"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            train.main(flags)
+        assert message in capsys.readouterr().err
