@@ -167,7 +167,9 @@ def test_a_program_that_outlives_its_context_fails_by_name(gpus):
 
 
 def test_too_little_memory_says_how_much_and_leaves_nothing_behind(gpus):
-    with pytest.raises(MemoryError, match=r"needs [\d,]+ bytes on .*1,073,741,824 are free\. Use fewer tokens \(65536\)"):
+    with pytest.raises(
+        MemoryError, match=r"needs [\d,]+ bytes on .*1,073,741,824 are free\. Use fewer tokens \(65536\)"
+    ):
         EpContext(mesh_of(2), "d", **SIZES | {"tokens": 65536, "hidden": 7168})
     assert gpus.calls("cuMemAlloc_v2") == []
     gpus.driver.standin_fail(b"cuMemAlloc_v2", 2, 1)
@@ -215,7 +217,7 @@ def test_a_kernel_that_failed_is_explained(gpus):
             gpus.driver.standin_fail(b"cuCtxSynchronize", 719, 0)
             raise RuntimeError("boom")
     gpus.driver.standin_reset()
-    with pytest.raises(RuntimeError, match="^boom$"), EpContext(mesh_of(1), "d", **SIZES):
+    with pytest.raises(RuntimeError, match=r"^boom$"), EpContext(mesh_of(1), "d", **SIZES):
         raise RuntimeError("boom")
 
 
@@ -270,5 +272,5 @@ def test_processes_exchange_handles(gpus, monkeypatch):
             EpContext(mesh_of(2), "d", **SIZES)
     store.says = {"handles": {"77": handle}}
     gpus.driver.standin_fail(b"cuIpcOpenMemHandle_v2", 217, 0)
-    with pytest.raises(BackendUnavailable, match="cannot open the buffer of .*use the AllToAll transport"):
+    with pytest.raises(BackendUnavailable, match=r"cannot open the buffer of .*use the AllToAll transport"):
         EpContext(mesh_of(2), "d", **SIZES)

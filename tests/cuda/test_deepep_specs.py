@@ -157,7 +157,10 @@ def check_parameters(call: specs.Call, cubins: dict) -> None:
 
 def test_one_of_each_kernel_compiles(headers):
     s = sizes(tokens=512, num_sms=24)
-    pair = specs.dispatch("sm_90a", s, FP8, 1, 7, mode="given", expand=False), specs.combine("sm_90a", s, 1, 7, expand=True)
+    pair = (
+        specs.dispatch("sm_90a", s, FP8, 1, 7, mode="given", expand=False),
+        specs.combine("sm_90a", s, 1, 7, expand=True),
+    )
     sources = [source for call in (*pair, specs.barrier("sm_90a", s, 1)) for source, _ in call.launches]
     cubins = dict(jit.compile_many(sources, toolchain=headers))
     assert len(cubins) == 5

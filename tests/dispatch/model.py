@@ -197,7 +197,5 @@ class ModelContext:
         self.quant: ActivationQuant | None
         self.quant, self.wire = choose_wire(hidden, weights, wire)
         experts = num_experts + ranks * replicated
-        self.sizes = Sizes(
-            ranks=ranks, tokens=tokens, hidden=hidden, experts=experts, top_k=top_k, alignment=alignment
-        )
+        self.sizes = Sizes(ranks=ranks, tokens=tokens, hidden=hidden, experts=experts, top_k=top_k, alignment=alignment)
         self.calls = ModelCalls(self.sizes, axis)

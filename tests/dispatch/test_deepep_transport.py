@@ -1,4 +1,4 @@
-"""The deepep transport on the model of its kernels, against AllToAll: every format, layers, gradients, hostile inputs."""
+"""The deepep transport on the model of its kernels, against AllToAll: formats, layers, gradients, hostile inputs."""
 
 from __future__ import annotations
 
@@ -222,7 +222,9 @@ def test_widths_that_the_kernels_do_not_take(rng, model, mesh_of, hidden):
     np.testing.assert_allclose(np.float32(got), want, rtol=0, atol=2e-2 * np.abs(want).max())
 
 
-@pytest.mark.parametrize(("format", "deterministic"), [("v2", True), ("v2_psum", True), ("v2_psum", False), ("ll", True)])
+@pytest.mark.parametrize(
+    ("format", "deterministic"), [("v2", True), ("v2_psum", True), ("v2_psum", False), ("ll", True)]
+)
 def test_gradients_equal_those_of_all_to_all(rng, model, mesh_of, format, deterministic):
     """Of x, the combine weights, and the experts; through NaN in rows that nothing arrived in."""
     ranks = 4

@@ -30,9 +30,7 @@ def copy_source(arch: str, s: Sizes, wire: Wire, *, expand: bool, given_rows: bo
 def combine_source(arch: str, s: Sizes, *, expand: bool) -> KernelSource:
     """Sends results back."""
     sizes = (s.num_sms, s.combine_warps, s.ranks, combine_width(s.hidden), s.tokens, s.experts, s.top_k)
-    return _source(
-        "combine", arch, s, (_NVLINK, expand, _REDUCE_AT_SENDER, *sizes, _QUEUE_PAIRS, s.timeout_cycles)
-    )
+    return _source("combine", arch, s, (_NVLINK, expand, _REDUCE_AT_SENDER, *sizes, _QUEUE_PAIRS, s.timeout_cycles))
 
 
 def reduce_source(arch: str, s: Sizes, *, expand: bool) -> KernelSource:

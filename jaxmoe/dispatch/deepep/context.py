@@ -102,9 +102,7 @@ class EpContext:
         cycles = int(timeout_seconds * driver().clock_hz(own[0].local_hardware_id))
         if cycles < 1:
             raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be above 0")
-        self.sizes = dataclasses.replace(
-            self.sizes, num_sms=sms, epilogue_sms=arch.num_sms, timeout_cycles=cycles
-        )
+        self.sizes = dataclasses.replace(self.sizes, num_sms=sms, epilogue_sms=arch.num_sms, timeout_cycles=cycles)
         kernels = self._kernels(Calls(arch.name, self.sizes, 0))
         self._buffers = peers.Buffers(groups, self.sizes, self.wire, str(self))
         self._calls = Calls(arch.name, self.sizes, self._buffers.context)

@@ -95,7 +95,7 @@ class Buffers:
             if free < self._nbytes + _SPARE_BYTES:
                 raise MemoryError(
                     f"the {self._who} needs {self._nbytes:,} bytes on {device} and leaves {_SPARE_BYTES:,} for the "
-                    f"driver; {free:,} are free. Use fewer tokens ({self._sizes.tokens}) or close another EpContext, or "
+                    f"driver; {free:,} are free. Use fewer tokens ({self._sizes.tokens}), close another EpContext, or "
                     "have XLA reserve less, with XLA_PYTHON_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_PREALLOCATE=false"
                 )
             self._own[device] = self._driver.allocate(ordinal, self._nbytes)
@@ -126,8 +126,8 @@ class Buffers:
         if peer in self._own:
             if not self._driver.reaches(ordinal, peer.local_hardware_id):
                 raise BackendUnavailable(
-                    f"{device} has no peer access to {peer} (see nvidia-smi topo -p2p r); the deepep transport needs it "
-                    "between all ranks: use the AllToAll transport"
+                    f"{device} has no peer access to {peer} (see nvidia-smi topo -p2p r); the deepep transport needs "
+                    "it between all ranks: use the AllToAll transport"
                 )
             self._driver.enable_peer(ordinal, peer.local_hardware_id)
             return self._own[peer]

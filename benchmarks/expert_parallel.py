@@ -1,0 +1,194 @@
+"""Tokens to experts on other GPUs and back, beside XLA's collectives and a plain copy between GPUs, in one run.
+
+    python -m benchmarks.expert_parallel [--ranks R] [--tokens 128 1024 4096 8192] [--sms 16 24 32 64] [--layer]
+
+DeepSeek-V3's width and routing: H = 7168, 256 experts, 8 per token. Rates count the bytes of rows that cross a link,
+per GPU and direction: a row per token and other rank it goes to. With one GPU nothing crosses a link; rates are then
+of rows moved inside it. Combine returns bf16 whatever travelled there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import common
+from jaxmoe.bench.layer import random_params
+from jaxmoe.config import Execution, MoEConfig, RouterConfig
+from jaxmoe.dispatch.all_to_all import AllToAll
+from jaxmoe.dispatch.base import Dispatch
+from jaxmoe.dispatch.deepep import DeepEP, EpContext
+from jaxmoe.layer.pipeline import moe
+from jaxmoe.ops.rows import GroupedRows
+from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
+from jaxmoe.quant.formats import BF16, FP8Block, WeightFormat
+
+H, E, K = 7168, 256, 8
+LAYOUT = ParallelLayout(tokens=P("d"), experts="d")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Inputs of all ranks, spread over the mesh, and the rows of rank 0 that go to other ranks."""
+
+    x: jax.Array
+    ids: jax.Array
+    weights: jax.Array
+    remote: int
+    sent: int
+
+
+def make(mesh: Mesh, tokens: int) -> Data:
+    rng = np.random.default_rng(0)
+    rows = mesh.size * tokens
+    ids = np.argsort(rng.random((rows, E)), axis=1)[:, :K].astype(np.int32)
+    to = (ids[:tokens, :, None] // (E // mesh.size) == np.arange(mesh.size)).any(1)
+    cut = NamedSharding(mesh, P("d"))
+    x = jax.random.normal(jax.random.key(0), (rows, H), jnp.bfloat16)
+    weights = np.full((rows, K), 1 / K, np.float32)
+    return Data(*(jax.device_put(a, cut) for a in (x, ids, weights)), int(to[:, 1:].sum()), int(to.sum()))
+
+
+def rooms(transport: Dispatch, *, back: bool) -> Callable[..., Any]:
+    """Dispatch, or dispatch and combine of what arrived."""
+
+    def body(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
+        sent = transport.dispatch(x, ids, weights, E)
+        rows = sent.x.rows if isinstance(sent.x, GroupedRows) else sent.x
+        if not back:
+            return jax.tree.leaves((rows, sent.ids, sent.weights))
+        values = rows if isinstance(rows, jax.Array) else rows.values
+        return transport.combine(values.reshape(sent.ids.shape[0], -1)[:, :H].astype(jnp.bfloat16), sent)
+
+    return body
+
+
+def on(mesh: Mesh, body: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+
+
+def peer_rate(mesh: Mesh) -> float | None:
+    """Bytes per second of a large copy from one GPU to another, by ``ppermute`` around all of them."""
+    if mesh.size == 1:
+        return None
+    around = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
+    x = jax.device_put(jnp.zeros((mesh.size << 8, 1 << 20), jnp.bfloat16), NamedSharding(mesh, P("d")))
+    run = jax.jit(on(mesh, lambda x: lax.ppermute(x, "d", around)))
+    return x.nbytes / mesh.size / common.seconds(run, x)
+
+
+def ragged(mesh: Mesh, tokens: int, data: Data) -> float:
+    """Seconds of ``ragged_all_to_all`` on the same rows: T·R slots, as many sent as go."""
+    r = mesh.size
+    ids = np.asarray(data.ids).reshape(r, tokens, K)
+    counts = (ids[..., None] // (E // r) == np.arange(r)).any(2).sum(1).astype(np.int32)  # [from, to]
+    before = np.cumsum(counts, 1, dtype=np.int32) - counts
+    into = np.cumsum(counts, 0, dtype=np.int32) - counts
+    cut = NamedSharding(mesh, P("d"))
+    arrays = [jax.device_put(a, cut) for a in (before, counts, into, np.ascontiguousarray(counts.T))]
+    rows = jnp.zeros((r * tokens * r, H), jnp.bfloat16, device=cut)
+
+    def body(rows: jax.Array, *sizes: jax.Array) -> jax.Array:
+        return lax.ragged_all_to_all(rows, jnp.zeros_like(rows), *(s[0] for s in sizes), axis_name="d")
+
+    return common.seconds(jax.jit(on(mesh, body)), rows, *arrays)
+
+
+def transports(mesh: Mesh, tokens: int, sms: list[int], peer: float | None) -> list[tuple[Any, ...]]:
+    data, table = make(mesh, tokens), []
+    args = (data.x, data.ids, data.weights)
+    crossing = data.remote if mesh.size > 1 else data.sent
+
+    def row(name: str, transport: Dispatch, there_bytes: int) -> tuple[Any, ...]:
+        there = common.kernel_seconds(on(mesh, rooms(transport, back=False)), *args)
+        both = common.kernel_seconds(on(mesh, rooms(transport, back=True)), *args)
+        rates = crossing * there_bytes / there / 1e9, crossing * (there_bytes + 2 * H) / both / 1e9
+        of_peer = None if peer is None else rates[0] * 1e9 / peer
+        return name, tokens, there * 1e6, both * 1e6, *rates, of_peer
+
+    for fmt, wire in ((BF16, "bf16"), (FP8Block, "fp8")):
+        for count in sms:
+            sizes = {"tokens": tokens, "hidden": H, "num_experts": E, "top_k": K, "weights": fmt, "num_sms": count}
+            with EpContext(mesh, "d", timeout_seconds=20, **sizes) as context:
+                width = 2 * H if fmt is BF16 else H + H // 32
+                for name, transport in (
+                    ("v2", DeepEP(context)),
+                    ("v2 any order", DeepEP(context, deterministic=False)),
+                    ("v2_psum any order", DeepEP(context, "v2_psum", deterministic=False)),
+                ):
+                    if count == sms[-1] or name == "v2 any order":
+                        table.append(row(f"deepep {name} {wire}, {count} SMs", transport, width))
+    table.append(row("all_to_all bf16", AllToAll("d"), 2 * H))
+    if mesh.size > 1:
+        seconds = ragged(mesh, tokens, data)
+        rate = crossing * 2 * H / seconds / 1e9
+        of_peer = None if peer is None else rate * 1e9 / peer
+        table.append(("ragged_all_to_all bf16, rows only", tokens, seconds * 1e6, None, rate, None, of_peer))
+    return table
+
+
+def layer(mesh: Mesh, tokens: int, fmt: WeightFormat, experts: int, inter: int) -> list[tuple[Any, ...]]:
+    """The layer with ``experts`` on each rank, against one GPU with as many tokens and its own experts only."""
+    router = RouterConfig(num_experts=experts * mesh.size, top_k=K)
+    config = MoEConfig(hidden=H, intermediate=inter, router=router, weights=fmt)
+    one = dataclasses.replace(config, router=dataclasses.replace(router, num_experts=experts))
+    x = jax.random.normal(jax.random.key(2), (mesh.size * tokens, H), jnp.bfloat16)
+    alone = common.seconds(
+        jax.jit(functools.partial(moe, config=one, execution=Execution())), random_params(one), x[:tokens]
+    )
+    rows = [("one GPU, its own experts only", tokens, alone * 1e6, 1.0)]
+    sharded = shard_params(random_params(config), config, LAYOUT, mesh)
+    x = jax.device_put(x, NamedSharding(mesh, P("d")))
+    sizes = {"tokens": tokens, "hidden": H, "num_experts": router.num_experts, "top_k": K, "weights": fmt}
+    with EpContext(mesh, "d", timeout_seconds=20, **sizes) as context:
+        ways: dict[str, Dispatch] = {
+            "deepep v2": DeepEP(context),
+            "deepep v2_psum any order": DeepEP(context, "v2_psum", deterministic=False),
+            "all_to_all": AllToAll("d"),
+        }
+        for name, transport in ways.items():
+            run = functools.partial(moe_parallel, config=config, layout=LAYOUT, mesh=mesh, transport=transport)
+            seconds = common.seconds(jax.jit(run), sharded, x)
+            rows.append((f"{mesh.size} GPUs, {name}", tokens, seconds * 1e6, alone / seconds))
+    return rows
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=len(jax.devices()))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 4096, 8192])
+    parser.add_argument("--sms", type=int, nargs="+", default=[16, 24, 32, 64])
+    parser.add_argument("--layer", action="store_true", help="whole layers, too")
+    parser.add_argument("--experts", type=int, default=32, help="of a layer, per rank")
+    parser.add_argument("--intermediate", type=int, default=2048)
+    options = parser.parse_args()
+    mesh = Mesh(np.array(jax.devices()[: options.ranks]), "d")
+    peer = peer_rate(mesh)
+    print(common.machine())
+    if peer is None:
+        print(f"one rank: nothing crosses a link; copy inside the GPU {common.copy_rate() / 1e9:.0f} GB/s read + write")
+    else:
+        print(f"copy from GPU to GPU {peer / 1e9:.0f} GB/s one way")
+    header = ["", "T", "dispatch us", "both us", "dispatch GB/s", "both GB/s", "of copy"]
+    for tokens in options.tokens:
+        print(common.table(header, transports(mesh, tokens, options.sms, peer)), flush=True)
+    if options.layer:
+        for fmt in (BF16, FP8Block):
+            for tokens in (options.tokens[0], options.tokens[-1]):
+                rows = layer(mesh, tokens, fmt, options.experts, options.intermediate)
+                print(common.table([fmt.name, "T", "us", "of one GPU"], rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()
