@@ -78,9 +78,9 @@ def ensure(
       KernelCompileError: the compiler refuses a source; the others are in the cache.
       CacheError: the directory cannot be read or written.
     """
-    packages = dict.fromkeys(source.package for source in sources)
+    packages: list[Package] = [source.package for source in sources]
     keys: dict[KernelSource, str] = {}
-    for package in packages:
+    for package in dict.fromkeys(packages):
         own = list(dict.fromkeys(source for source in sources if source.package == package))
         keys |= _ensure(own, package, workers, progress)
     return keys

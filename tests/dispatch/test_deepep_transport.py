@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
@@ -58,22 +59,30 @@ def there_and_back(transport, mesh, num_experts=E):
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
 
 
-@pytest.mark.parametrize("kind", ["random", "holes", "one", "repeats", "some_ranks", "none"])
+KINDS = ("random", "holes", "one", "repeats", "some_ranks", "none")
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """The transport of XLA's collectives over 4 ranks, compiled once."""
+    return there_and_back(AllToAll("d"), Mesh(np.array(jax.devices()[:4]), "d"))
+
+
 @pytest.mark.parametrize(("format", "deterministic"), VARIANTS)
-def test_same_as_all_to_all(rng, model, mesh_of, format, deterministic, kind):
-    ranks = 4
-    context = model.ModelContext("d", ranks, tokens=M, hidden=H, num_experts=E, top_k=K)
-    ids = make_ids(rng, ranks, kind)
-    weights = np.where(ids >= 0, rng.random(ids.shape), np.nan).astype(np.float32)
-    x = jnp.asarray(rng.integers(-4, 5, (ids.shape[0], H)), jnp.bfloat16)
-    args = (x, jnp.asarray(ids), jnp.asarray(weights))
-    want = there_and_back(AllToAll("d"), mesh_of(ranks))(*args)
-    got = there_and_back(DeepEP(context, format, deterministic), mesh_of(ranks))(*args)
-    np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)
-    assert kind == "none" or np.abs(want).max() > 1
+def test_same_as_all_to_all(rng, model, mesh_of, oracle, format, deterministic):
+    context = model.ModelContext("d", 4, tokens=M, hidden=H, num_experts=E, top_k=K)
+    run = there_and_back(DeepEP(context, format, deterministic), mesh_of(4))
+    for kind in KINDS:
+        ids = make_ids(rng, 4, kind)
+        weights = np.where(ids >= 0, rng.random(ids.shape), np.nan).astype(np.float32)
+        x = jnp.asarray(rng.integers(-4, 5, (ids.shape[0], H)), jnp.bfloat16)
+        args = (x, jnp.asarray(ids), jnp.asarray(weights))
+        want = oracle(*args)
+        np.testing.assert_allclose(run(*args), want, rtol=2e-2, atol=1e-2, err_msg=kind)
+        assert kind == "none" or np.abs(want).max() > 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("format", FORMATS)
 def test_any_number_of_ranks(rng, model, mesh_of, format, ranks):
     """Fewer and more ranks than choices; fewer tokens than the buffer holds."""
@@ -161,12 +170,9 @@ def layer(rng, fmt=BF16, fused=False, hidden=H):
 
 
 LAYER_CASES = [
-    (BF16, "auto", "v2", False),
     (BF16, "auto", "ll", True),
     (BF16, "auto", "v2_psum", True),
-    (BF16, "auto", "normal", True),
     (FP8Block, "auto", "v2", True),
-    (FP8Block, "auto", "v2_psum", False),
     (FP8Block, "auto", "ll", False),
     (FP8BlockUE8M0, "fp8", "v2_psum", True),
     (MXFP8, "auto", "v2", False),
@@ -188,7 +194,7 @@ def test_whole_layer_equals_one_device(rng, model, mesh_of, fmt, wire, format, f
     valid = rng.random(len(x)) < 0.8
     x[~valid] = np.nan
     x, valid = jnp.asarray(x, jnp.bfloat16), jnp.asarray(valid)
-    want = np.asarray(moe(params, x, config, execution, valid=valid), np.float32)
+    want = np.float32(jax.jit(lambda p, x, v: moe(p, x, config, execution, valid=v))(params, x, valid))
     sharded = shard_params(params, config, layout, mesh)
     got = moe_parallel(sharded, x, config, layout, mesh, execution, valid=valid, transport=DeepEP(context, format))
     got = np.asarray(got, np.float32)
@@ -204,9 +210,9 @@ def test_few_tokens(rng, model, mesh_of, tokens):
     mesh, layout = mesh_of(4), ParallelLayout(tokens=P("d"), experts="d")
     x = jnp.asarray(rng.normal(size=(tokens, H)), jnp.bfloat16)
     sharded = shard_params(params, config, layout, mesh)
-    for format in FORMATS:
+    want = jax.jit(lambda x: moe(params, x, config))(x)
+    for format in ("v2", "ll"):
         got = moe_parallel(sharded, x, config, layout, mesh, transport=DeepEP(context, format))
-        want = moe(params, x, config)
         np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=0, atol=2e-2)
 
 
@@ -218,7 +224,7 @@ def test_widths_that_the_kernels_do_not_take(rng, model, mesh_of, hidden):
     x = jnp.asarray(rng.normal(size=(2 * M, hidden)), jnp.bfloat16)
     sharded = shard_params(params, config, layout, mesh)
     got = moe_parallel(sharded, x, config, layout, mesh, transport=DeepEP(context))
-    want = np.float32(moe(params, x, config))
+    want = np.float32(jax.jit(lambda x: moe(params, x, config))(x))
     np.testing.assert_allclose(np.float32(got), want, rtol=0, atol=2e-2 * np.abs(want).max())
 
 
@@ -264,7 +270,7 @@ def test_quantised_rows_have_no_gradient_and_say_so(rng, model, mesh_of):
     )
     args = (jnp.ones((2 * M, H), jnp.bfloat16), jnp.zeros((2 * M, K), jnp.int32), jnp.ones((2 * M, K)))
     with pytest.raises(FormatError, match=r"no gradient; make the EpContext with wire='bf16'"):
-        jax.grad(lambda w: jnp.sum(run(args[0], args[1], w)))(args[2])
+        jax.jit(jax.grad(lambda w: jnp.sum(run(args[0], args[1], w))))(args[2])
 
 
 def test_refusals(model, mesh_of):

@@ -94,12 +94,23 @@ class Exchange:
     expand: bool
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def send(exchange: Exchange, x: Array, weights: Array, scales: Array | None, places: Arrays) -> Arrays:
-    """Sends rows x [T, width] with their weights; ``places`` holds the other arguments by name.
+    """Sends rows x [T, width] with their weights.
 
-    Differentiable in x, if it is bf16, and in weights.
+    Differentiable in x, if it is as wide as what comes back, and in weights.
+
+    Args:
+      places: ``ids`` and, where the caller chooses places, ``slots``, ``ranks`` and ``metadata``.
+
+    Returns:
+      What arrives, by name, and ``places``.
     """
+    out: Any = _send(exchange, x, weights, scales, places)
+    return places | out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _send(exchange: Exchange, x: Array, weights: Array, scales: Array | None, places: Arrays) -> Any:
     mode = "again" if "ranks" in places else "given" if "slots" in places else "plain"
     arrays = {"x": x, "weights": weights, **places}
     if scales is not None:
@@ -108,8 +119,8 @@ def send(exchange: Exchange, x: Array, weights: Array, scales: Array | None, pla
 
 
 def _send_fwd(exchange: Exchange, x: Array, weights: Array, scales: Array | None, places: Arrays) -> Any:
-    out = send(exchange, x, weights, scales, places)
-    return out, {name: (out | places)[name] for name in ("ids", "ranks", "metadata") if name in out or name in places}
+    out: Any = _send(exchange, x, weights, scales, places)
+    return out, {name: (out | places)[name] for name in ("ids", "ranks", "metadata")}
 
 
 def _send_bwd(exchange: Exchange, saved: Arrays, d_out: Arrays) -> Any:
@@ -123,7 +134,7 @@ def _send_bwd(exchange: Exchange, saved: Arrays, d_out: Arrays) -> Any:
     return back["y"], back["token_weights"], None, None
 
 
-send.defvjp(_send_fwd, _send_bwd)
+_send.defvjp(_send_fwd, _send_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

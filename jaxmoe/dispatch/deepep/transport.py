@@ -124,38 +124,42 @@ class DeepEP:
                 jnp.pad(weights, ((0, 1), (0, 0))),
             )
         ids, weights = formats.merge_repeats(formats.wire_ids(ids, num_experts, c.replicated, s.ranks, me), weights)
-        scales = None
+        out = self._exchange_rows(x, ids, weights, me)
+        values, rows = out["rows"], out["rows"][:, : c.hidden]
+        if c.quant is not None:
+            rows = QuantizedRows(values, out["row_scales"], c.quant)
+        if not self._expand:
+            real = formats.received_rows(out["ranks"], s.received)
+            ids = jnp.where(real[:, None], out["row_ids"], -1)
+            return Dispatched(
+                rows, ids, jnp.where(ids >= 0, out["row_weights"], 0.0), _State(_way(out, real), None, tokens)
+            )
+
+        expert = formats.expanded_experts(out["ends"], s.alignment, s.expanded)[:, None]
+        weights, way = jnp.where(expert >= 0, out["row_weights"][:, None], 0.0), _way(out, expert[:, 0] >= 0)
+        grouped = GroupedRows(rows, out["ends"], "psum", s.alignment)
+        if self.format == "v2_psum":
+            return Dispatched(grouped, expert, weights, _State(way, None, tokens))
+        places = grouped.with_rows(weights)
+        slab, slab_weights = (expand_to_masked_slab(r, s.received) for r in (grouped, places))
+        ids = formats.slab_experts(slab.group, slab.values.shape[1])
+        weights = jnp.where(ids >= 0, slab_weights.values.reshape(-1, 1), 0.0)
+        return Dispatched(slab, ids, weights, _State(way, places, tokens))
+
+    def _exchange_rows(self, x: Array, ids: Array, weights: Array, me: Array) -> dict[str, Array]:
+        """What arrives by name, places included; ``ends`` is [El], of real rows, if expanded."""
+        c, s = self.context, self.context.sizes
+        scales, places, ends = None, {"ids": ids}, None
         if c.quant is not None:
             quantized = quantize(x, c.quant)
             x, scales = quantized.values, quantized.scales
-        places = {"ids": ids}
         if self.deterministic:
             places["slots"] = formats.slots_of(ids, s, me)
             if self._expand:
                 places |= formats.expanded_places(lax.all_gather(ids, c.axis), s, me)
-        ends = places.pop("ends", None)
-        out = places | send(self._exchange, _widen(x, c.wire.width), weights, scales, places)
-        rows = out["rows"][:, : c.hidden]
-        if c.quant is not None:
-            rows = QuantizedRows(out["rows"], out["row_scales"], c.quant)
-        if self._expand:
-            ends = out["ends"][:-1] if ends is None else ends
-            expert = formats.expanded_experts(ends, s.alignment, s.expanded)
-            ids, weights, real = expert[:, None], out["row_weights"][:, None], expert >= 0
-            rows = GroupedRows(rows, ends, "psum", s.alignment)
-        else:
-            real = formats.received_rows(out["ranks"], s.received)
-            ids, weights = jnp.where(real[:, None], out["row_ids"], -1), out["row_weights"]
-        weights = jnp.where(ids >= 0, weights, 0.0)
-        way = Way(*(out[name] for name in ("ids", "slots", "ranks", "metadata")), real)
-        if self.format == "ll":
-            assert isinstance(rows, GroupedRows)
-            places_only = rows.with_rows(weights)
-            slab, weights = expand_to_masked_slab(rows, s.received), expand_to_masked_slab(places_only, s.received)
-            ids = formats.slab_experts(slab.group, slab.values.shape[1])
-            weights = jnp.where(ids >= 0, weights.values.reshape(-1, 1), 0.0)
-            return Dispatched(slab, ids, weights, _State(way, places_only, tokens))
-        return Dispatched(rows, ids, weights, _State(way, None, tokens))
+                ends = places.pop("ends")
+        out = send(self._exchange, _widen(x, c.wire.width), weights, scales, places)
+        return out | {"ends": out["ends"][:-1] if ends is None else ends}
 
     def combine(self, y: Array, dispatched: Dispatched) -> Array:
         """Brings rows back and sums over ranks; f32 with the precision of bf16."""
@@ -168,6 +172,10 @@ class DeepEP:
         y, way = vary_together(y, state.way)
         y = bring_back(self._exchange, y, way)
         return y[: state.tokens, : c.hidden].astype(jnp.float32)
+
+
+def _way(out: dict[str, Array], real: Array) -> Way:
+    return Way(out["ids"], out["slots"], out["ranks"], out["metadata"], real)
 
 
 def _check(x: Array, ids: Array, c: EpContext) -> None:
