@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import common
-from jaxmoe.ops import mosaic_move
+from jaxmoe.bench.trace import trace
+from jaxmoe.cuda import target
 from jaxmoe.ops.permute import Grouping, group_tokens, permute, unpermute
+from jaxmoe.ops.permute.cuda import copy_quantized_kernel
 from jaxmoe.ops.permute.pallas import copy_kernel, sum_kernel
-from jaxmoe.ops.permute.reference import take_scales
 from jaxmoe.ops.quantize import quantize
 from jaxmoe.quant.formats import ActivationQuant
+from jaxmoe.quant.tensors import QuantizedRows
 
 F32 = ActivationQuant(128, "float32")
 HEADER = ["op", "us", "GB/s", "of copy", "XLA us", "XLA / ours"]
@@ -44,9 +46,9 @@ class Case:
         return f"{self.n}x{self.w} top-{self.k}{here}"
 
     @property
-    def inner(self) -> int:
-        """Runs in one program: enough to hide the host."""
-        return 4 if self.n > 1024 else 32
+    def seconds(self) -> Callable[..., float]:
+        """How to measure: few tokens by the profiler, because the host takes longer than the device."""
+        return common.kernel_seconds if self.n > 1024 else busy
 
     def ids(self) -> jax.Array:
         """Distinct experts per token, -1 for those held elsewhere."""
@@ -81,6 +83,16 @@ def random(n: int, w: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(0), (n, w), dtype)
 
 
+def busy(f: Callable[..., Any], *args: Any) -> float:
+    """Seconds that the device spends on one call."""
+    return trace(jax.jit(f), *args).busy
+
+
+def moved_by_row(x: QuantizedRows) -> int:
+    """Bytes of a row and its scales."""
+    return x.values.shape[1] + 4 * x.scales.shape[0]
+
+
 def line(what: str, nbytes: float, seconds: float, peer: float | None) -> Row:
     """One row of a table."""
     rate = nbytes / seconds
@@ -95,9 +107,9 @@ def permute_row(case: Case, quant: ActivationQuant | None, backend: str) -> Row:
     row = 2 * case.w
     if quant is not None:
         x = jax.jit(lambda x: quantize(x, quant))(x)
-        row = x.values.shape[1] + 4 * x.scales.shape[0]
+        row = moved_by_row(x)
     ours, xla = (lambda x, g, b=b: permute(x, g, backend=b).rows for b in (backend, "reference"))
-    times = [common.kernel_seconds(f, x, g, inner=case.inner) for f in (ours, xla)]
+    times = [case.seconds(f, x, g) for f in (ours, xla)]
     what = f"permute {'bf16' if quant is None else 'e4m3'} {case}"
     return line(what, (tokens + real) * row, *times)
 
@@ -110,7 +122,7 @@ def unpermute_row(case: Case, out_dtype: Any, backend: str) -> Row:
         lambda rows, slots, weights, b=b: unpermute(rows, slots, weights, out_dtype=out_dtype, backend=b)
         for b in (backend, "reference")
     )
-    times = [common.kernel_seconds(f, rows, g.slots, weights, inner=case.inner) for f in (ours, xla)]
+    times = [case.seconds(f, rows, g.slots, weights) for f in (ours, xla)]
     nbytes = real * case.w * 2 + case.n * case.w * jnp.dtype(out_dtype).itemsize
     return line(f"unpermute {jnp.dtype(out_dtype)} {case}", nbytes, *times)
 
@@ -120,26 +132,27 @@ def group_row(case: Case, backend: str) -> Row:
     ours, xla = (
         lambda ids, b=b: group_tokens(ids, case.held, alignment=128, backend=b) for b in (backend, "reference")
     )
-    seconds, peer = (common.kernel_seconds(f, case.ids(), inner=32) for f in (ours, xla))
+    seconds, peer = (busy(f, case.ids()) for f in (ours, xla))
     return f"group {case}", seconds * 1e6, peer * 1e6, peer / seconds
 
 
 def tiles(case: Case) -> list[Row]:
-    """Stages of the copying kernel, its other direction, and columns of the summing one."""
+    """What blocks of the kernels take at once."""
     g, (tokens, real) = case.grouping(), case.rows()
-    x = random(case.n, case.w)
+    x, arch = random(case.n, case.w), target.current().name
     q = jax.jit(lambda x: quantize(x, F32))(x)
     runs: list[tuple[str, Callable[..., Any], Any, float]] = []
-    for values in (x, q.values):
-        nbytes = (tokens + real) * case.w * values.dtype.itemsize
-        for stage in (7168, 14336, 28672, 57344):
-            push = lambda x, g, stage=stage: copy_kernel(x, g.slots, g.source, stage)  # noqa: E731
-            runs.append((f"{values.dtype} scatter, {stage} bytes", push, values, nbytes))
-        for stage in (28672,):
-            pull = lambda x, g, stage=stage: mosaic_move.gather(x, g.source, stage)  # noqa: E731
-            runs.append((f"{values.dtype} gather, {stage} bytes", pull, values, nbytes))
-    scales = lambda s, g: take_scales(s, F32, g.source, g.row_shape)  # noqa: E731
-    runs.append(("scales by XLA", scales, q.scales, (tokens + real) * 4 * q.scales.shape[0]))
+    nbytes = (tokens + real) * case.w * 2
+    filled = lambda x, g: jnp.full((real, case.w), x[0, 0])  # noqa: E731
+    runs.append(("writing alone", filled, x, real * case.w * 2))
+    for stage in (7168, 14336, 28672, 57344):
+        push = lambda x, g, stage=stage: copy_kernel(x, g.slots, g.source, stage)  # noqa: E731
+        runs.append((f"rows of {stage} bytes a block", push, x, nbytes))
+    for staged in (1, 2, 4):
+        push = copy_quantized_kernel(arch, g.row_shape, F32, staged)
+        quantised = lambda q, g, push=push: push(q.values, q.scales, g.slots, g.source)  # noqa: E731
+        nbytes = (tokens + real) * moved_by_row(q)
+        runs.append((f"quantised rows, {staged} tokens a block", quantised, q, nbytes))
     rows, weights = random(g.source.shape[0], case.w), random(case.n, case.k, jnp.float32)
     for columns in (256, 512, 1024):
         options = {"scale": 1.0, "out_dtype": jnp.dtype(jnp.bfloat16), "columns": columns}
@@ -147,10 +160,7 @@ def tiles(case: Case) -> list[Row]:
         runs.append((f"sum, {columns} columns", back, rows, (real + case.n) * case.w * 2))
     lines = []
     for what, f, first, nbytes in runs:
-        try:
-            lines.append(line(f"{what}, {case}", nbytes, common.kernel_seconds(f, first, g, inner=case.inner), None))
-        except Exception as error:
-            print(f"{what}: {type(error).__name__} {str(error)[:300]}", flush=True)
+        lines.append(line(f"{what}, {case}", nbytes, case.seconds(f, first, g), None))
     return lines
 
 
@@ -160,18 +170,18 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="compare what a block works on at once instead")
     parser.add_argument("--kernels", action="store_true", help="never the reference, also where 'auto' takes it")
     arguments = parser.parse_args()
-    rows, places = ("pallas", "cuda") if arguments.kernels else ("auto", "auto")
+    plain, places = ("pallas", "cuda") if arguments.kernels else ("auto", "auto")
+    runs = ((None, plain), (F32, places))
     print(common.machine())
     print(f"copy rate {common.copy_rate() / 1e9:.0f} GB/s", flush=True)
     if arguments.tiles:
         print(common.table(HEADER[:4], [row for case in (CASES[0], CASES[5]) for row in tiles(case)]))
         return
-    lines = [permute_row(case, quant, rows) for quant in (None, F32) for case in CASES]
-    lines += [unpermute_row(case, jnp.bfloat16, rows) for case in CASES]
-    lines += [unpermute_row(CASES[0], jnp.float32, rows)]
-    print(common.table(HEADER, lines), flush=True)
     header = [HEADER[i] for i in (0, 1, 4, 5)]
-    print(common.table(header, [group_row(case, places) for case in CASES]))
+    print(common.table(header, [group_row(case, places) for case in CASES]), flush=True)
+    print(common.table(HEADER, [permute_row(case, quant, rows) for case in CASES for quant, rows in runs]), flush=True)
+    lines = [unpermute_row(case, jnp.bfloat16, plain) for case in CASES]
+    print(common.table(HEADER, [*lines, unpermute_row(CASES[0], jnp.float32, plain)]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The kernel that places choices: what is launched, that it compiles, and its integers on a GPU."""
+"""Our CUDA kernels for places and quantised rows: what is launched, that they compile, and their bits on a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from jaxmoe.cuda import jit
 from jaxmoe.cuda.arch import Arch
 from jaxmoe.cuda.target import target
 from jaxmoe.errors import BackendUnavailable
-from jaxmoe.ops.permute import expert_counts, group_tokens
+from jaxmoe.ops.permute import expert_counts, group_tokens, permute
 from jaxmoe.ops.permute.cuda import kernel_source
 from jaxmoe.ops.permute.grouping import Grouping
+from jaxmoe.ops.quantize import quantize
+from jaxmoe.quant.formats import ActivationQuant
 
+QUANTS = [ActivationQuant(128, "float32"), ActivationQuant(128, "ue8m0"), ActivationQuant(32, "ue8m0")]
 LAYOUTS = ("psum", "contiguous", "masked")
 
 
+on_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="the recording driver is for programs of the CPU")
+
+
+@on_cpu
 @pytest.mark.parametrize(("layout", "code"), [("psum", 0), ("contiguous", 1), ("masked", 2)])
 def test_what_is_launched(launches: Any, layout: Any, code: int) -> None:
     ids = jnp.zeros((1000, 6), jnp.int32)
@@ -35,23 +42,49 @@ def test_what_is_launched(launches: Any, layout: Any, code: int) -> None:
     assert (launch["grid"], launch["block"], launch["dynamic_smem"]) == ([5, 1, 1], [1024, 1, 1], 20)
 
 
+@on_cpu
+@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("layout", ["psum", "masked"])
+def test_what_is_launched_for_quantised_rows(launches: Any, quant: ActivationQuant, layout: Any) -> None:
+    ids = jnp.zeros((1030, 6), jnp.int32)
+    x = quantize(jnp.zeros((1030, 640)), quant, backend="reference")
+    g = group_tokens(ids, 5, layout=layout, alignment=2, backend="reference")
+    with target(Arch("sm_90a", 132)):
+        rows = jax.jit(lambda x, g: permute(x, g, backend="cuda").rows)(x, g)
+    (launch,) = launches()
+    leads, capacity = (5, 1030) if layout == "masked" else (1, g.source.shape[0])
+    words, stored = x.scales.shape[0], -(-capacity // 4) * 4
+    lead = (5,) if layout == "masked" else ()
+    assert (rows.values.shape, rows.scales.shape) == ((*lead, capacity, 640), (*lead, words, stored))
+    fill = -(-leads * stored // 128)
+    neutral = 0x3F800000 if quant.scale == "float32" else 0x7F7F7F7F
+    numbers = [1030, 6, 640, words, 1032, leads, capacity, stored, 2, fill, neutral]
+    assert launch["params"] == [{"ptr": "device"}] * 6 + [{"u32": n} for n in numbers]
+    assert (launch["grid"], launch["block"], launch["dynamic_smem"]) == ([fill + 515, 1, 1], [128, 1, 1], 1280)
+
+
+@pytest.mark.parametrize("name", ["group_tokens", "permute_rows"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
-def test_compiles(arch: str) -> None:
+def test_compiles(arch: str, name: Any) -> None:
     try:
         toolchain = jit.find_toolchain()
     except BackendUnavailable as missing:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(missing))
-    assert jit.compile(kernel_source(arch), toolchain)[:4] == b"\x7fELF"
+    assert jit.compile(kernel_source(arch, name), toolchain)[:4] == b"\x7fELF"
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what happens without a GPU")
-def test_declines() -> None:
+def test_declines(standin: Any) -> None:
+    del standin  # in place of the launcher
     with pytest.raises(BackendUnavailable, match="need an NVIDIA GPU"):
         group_tokens(jnp.zeros((4, 2), jnp.int32), 3, backend="cuda")
     with target(Arch("sm_90a", 132)), pytest.raises(BackendUnavailable, match=r"ids \[0, 2\] of 3 experts"):
         group_tokens(jnp.zeros((0, 2), jnp.int32), 3, backend="cuda")
+    g = group_tokens(jnp.zeros((0, 2), jnp.int32), 3)
+    with target(Arch("sm_90a", 132)), pytest.raises(BackendUnavailable, match=r"rows \[0, 128\] and places \[0, 2\]"):
+        permute(quantize(jnp.zeros((0, 128)), QUANTS[0], backend="reference"), g, backend="cuda")
 
 
 def test_counts() -> None:

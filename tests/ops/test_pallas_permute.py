@@ -167,13 +167,15 @@ def test_permute_on_a_gpu(rng: np.random.Generator, dtype: Any, n: int, k: int, 
 @pytest.mark.parametrize(("layout", "k"), [("psum", 640), ("contiguous", 7168), ("masked", 640)])
 def test_quantised_rows_on_a_gpu(rng: np.random.Generator, quant: ActivationQuant, layout: Any, k: int) -> None:
     """Moving quantised rows and quantising moved rows: the same bits, values and scales, padding scales 1."""
-    g = group_tokens(routing(rng, 1500, 6, 5), 5, layout=layout, alignment=128)
-    x = jnp.asarray(rng.normal(size=(1500, k)), jnp.bfloat16)
-    got = permute(quantize(x, quant), g, backend="pallas").rows
-    want = quantize(permute(x, g, backend="pallas").values, quant, valid=g.valid)
-    valid = np.asarray(g.valid)
-    np.testing.assert_array_equal(*(np.asarray(r.values.astype(jnp.float32))[valid] for r in (got, want)))
-    np.testing.assert_array_equal(np.asarray(got.scales), np.asarray(want.scales))
+    for n in (1, 1501):  # one token and two a block
+        g = group_tokens(routing(rng, n, 6, 5), 5, layout=layout, alignment=4)
+        x = jnp.asarray(rng.normal(size=(n, k)), jnp.bfloat16)
+        want = quantize(permute(x, g, backend="reference").values, quant, valid=g.valid)
+        valid = np.asarray(g.valid)
+        for backend in ("cuda", "pallas"):
+            got = permute(quantize(x, quant), g, backend=backend).rows
+            np.testing.assert_array_equal(*(np.asarray(r.values.astype(jnp.float32))[valid] for r in (got, want)))
+            np.testing.assert_array_equal(np.asarray(got.scales), np.asarray(want.scales))
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from jaxmoe.errors import ShapeError
 from jaxmoe.ops import backend as _backend
 from jaxmoe.ops.backend import Backend
 from jaxmoe.ops.manual_axes import vary_together
-from jaxmoe.ops.permute import pallas, reference
+from jaxmoe.ops.permute import cuda, pallas, reference
 from jaxmoe.ops.permute.grouping import Grouping, inverse_slots
 from jaxmoe.ops.rows import GroupedRows
 from jaxmoe.quant.tensors import QuantizedRows
@@ -22,6 +22,13 @@ Array = jax.Array
 
 COPY: dict[str, Callable[..., Array]] = {"pallas": pallas.copy_rows, "reference": reference.copy_rows}
 """Implementations by name: ``f(x, slots, source)``."""
+
+COPY_QUANTIZED: dict[str, Callable[..., QuantizedRows]] = {
+    "cuda": cuda.copy_quantized,
+    "pallas": pallas.copy_quantized,
+    "reference": reference.copy_quantized,
+}
+"""Implementations by name: ``f(x, slots, source, row_shape)``."""
 
 SUM: dict[str, Callable[..., Array]] = {"pallas": pallas.sum_rows, "reference": reference.sum_rows}
 """Implementations by name: ``f(rows, slots, weights, add, *, scale, out_dtype)``."""
@@ -51,22 +58,17 @@ def permute(x: Array | QuantizedRows, grouping: Grouping, *, backend: Backend = 
     values = x.values if isinstance(x, QuantizedRows) else x
     if values.ndim != 2 or values.shape[0] != grouping.slots.shape[0]:
         raise ShapeError(f"x {list(values.shape)} does not hold the {grouping.slots.shape[0]} tokens that were grouped")
-    values, slots, source = vary_together(values, grouping.slots, grouping.source)
-    shape = grouping.row_shape
-    move = _copy if isinstance(x, QuantizedRows) else _permute
-    rows: Array | QuantizedRows = jnp.reshape(move(values, slots, source, backend), (*shape, values.shape[1]))
+    x, slots, source = vary_together(x, grouping.slots, grouping.source)
     if isinstance(x, QuantizedRows):
-        rows = QuantizedRows(rows, reference.take_scales(x.scales, x.quant, source, shape), x.quant)
+        rows = _backend.run("permute", COPY_QUANTIZED, backend, x, slots, source, grouping.row_shape)
+    else:
+        rows = jnp.reshape(_permute(x, slots, source, backend), (*grouping.row_shape, values.shape[1]))
     return GroupedRows(rows, grouping.group, grouping.layout, grouping.alignment)
-
-
-def _copy(x: Array, slots: Array, source: Array, backend: Backend) -> Array:
-    return _backend.run("permute", COPY, backend, x, slots, source)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _permute(x: Array, slots: Array, source: Array, backend: Backend) -> Array:
-    return _copy(x, slots, source, backend)
+    return _backend.run("permute", COPY, backend, x, slots, source)
 
 
 def _permute_fwd(x: Array, slots: Array, source: Array, backend: Backend) -> tuple[Array, Array]:

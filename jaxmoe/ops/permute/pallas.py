@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from jaxmoe.errors import BackendUnavailable
 from jaxmoe.ops import mosaic
+from jaxmoe.ops.permute.reference import take_scales
+from jaxmoe.quant.tensors import QuantizedRows
 
 Array = jax.Array
 
@@ -30,6 +32,12 @@ def copy_rows(x: Array, slots: Array, source: Array) -> Array:
     """
     mosaic.require_gpu()
     return copy_kernel(x, slots, source, STAGE)
+
+
+def copy_quantized(x: QuantizedRows, slots: Array, source: Array, row_shape: tuple[int, ...]) -> QuantizedRows:
+    """See :func:`jaxmoe.ops.permute.reference.copy_quantized`; the scales are XLA's to move. Raises as above."""
+    values = copy_rows(x.values, slots, source).reshape(*row_shape, x.values.shape[1])
+    return QuantizedRows(values, take_scales(x.scales, x.quant, source, row_shape), x.quant)
 
 
 @functools.partial(jax.jit, static_argnames="stage")

@@ -7,15 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxmoe.quant.formats import ActivationQuant
 from jaxmoe.quant.scale_layout import NEUTRAL_BYTE
+from jaxmoe.quant.tensors import QuantizedRows
 from jaxmoe.sizes import round_up
 
 Array = jax.Array
-
-_MANY_ROWS = 4096
 
 
 def copy_rows(x: Array, slots: Array, source: Array) -> Array:
@@ -26,6 +24,16 @@ def copy_rows(x: Array, slots: Array, source: Array) -> Array:
     """
     del slots
     return take(x, source)
+
+
+def copy_quantized(x: QuantizedRows, slots: Array, source: Array, row_shape: tuple[int, ...]) -> QuantizedRows:
+    """Like :func:`copy_rows` for quantised rows, with scales in their layout, 1 for rows without a source.
+
+    Args:
+      row_shape: the buffer's leading shape, M in all.
+    """
+    values = copy_rows(x.values, slots, source).reshape(*row_shape, x.values.shape[1])
+    return QuantizedRows(values, take_scales(x.scales, x.quant, source, row_shape), x.quant)
 
 
 def take(x: Array, index: Array) -> Array:
@@ -53,11 +61,6 @@ def take_scales(scales: Array, quant: ActivationQuant, source: Array, row_shape:
     neutral = jnp.asarray(1 if quant.scale == "float32" else NEUTRAL_BYTE * 0x01010101, dtype=scales.dtype)
     if not scales.shape[1]:
         return jnp.full((*lead, scales.shape[0], index.shape[1]), neutral)
-    if source.size >= _MANY_ROWS:
-        # Whole rows of a transposed copy: eight words of a sector are used where else one is.
-        table = lax.optimization_barrier(scales.T)
-        taken = jnp.where(index[..., None] >= 0, table[jnp.maximum(index, 0)], neutral)
-        return jnp.swapaxes(taken, -1, -2).reshape(*lead, scales.shape[0], index.shape[1])
     taken = scales[jnp.arange(scales.shape[0])[:, None], jnp.maximum(index, 0)[:, None, :]]
     taken = jnp.where(index[:, None, :] >= 0, taken, neutral)
     return taken.reshape(*lead, *taken.shape[1:])
