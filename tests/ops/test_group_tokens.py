@@ -14,7 +14,7 @@ from jaxmoe.cuda import jit
 from jaxmoe.cuda.arch import Arch
 from jaxmoe.cuda.target import target
 from jaxmoe.errors import BackendUnavailable
-from jaxmoe.ops.permute import expert_counts, group_tokens, permute
+from jaxmoe.ops.permute import expert_counts, group_tokens, permute, unpermute
 from jaxmoe.ops.permute.cuda import kernel_source
 from jaxmoe.ops.permute.grouping import Grouping
 from jaxmoe.ops.quantize import quantize
@@ -61,6 +61,28 @@ def test_what_is_launched_for_quantised_rows(launches: Any, quant: ActivationQua
     numbers = [1030, 6, 640, words, 1032, leads, capacity, stored, 2, fill, neutral]
     assert launch["params"] == [{"ptr": "device"}] * 6 + [{"u32": n} for n in numbers]
     assert (launch["grid"], launch["block"], launch["dynamic_smem"]) == ([fill + 515, 1, 1], [128, 1, 1], 1280)
+
+
+@on_cpu
+def test_inside_grad_scan_and_vmap(standin: Any, kernels: Any) -> None:
+    del standin, kernels
+
+    def loss(x: jax.Array, router: jax.Array) -> jax.Array:
+        weights, ids = jax.lax.top_k(x @ router, 2)
+        g = group_tokens(ids.astype(jnp.int32), 4, backend="cuda")
+        return unpermute(permute(x, g, backend="reference").values, g.slots, weights).sum()
+
+    def twice(x: jax.Array, router: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (c + jax.checkpoint(loss)(c, router), None), x, None, length=2)[0].sum()
+
+    x, router = jnp.ones((3, 8, 64)), jnp.ones((64, 4))
+    with target(Arch("sm_90a", 132)):
+        programs = [
+            jax.jit(jax.grad(twice, (0, 1))).lower(x[0], router),
+            jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None))).lower(x, router),
+        ]
+    for program in programs:
+        assert "@jaxmoe_sm90_group_tokens" in program.as_text()
 
 
 @pytest.mark.parametrize("name", ["group_tokens", "permute_rows"])
