@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -104,37 +105,46 @@ def ragged(mesh: Mesh, tokens: int, data: Data) -> float:
     return common.seconds(jax.jit(on(mesh, body)), rows, *arrays)
 
 
-def transports(mesh: Mesh, tokens: int, sms: list[int], peer: float | None) -> list[tuple[Any, ...]]:
-    data, table = make(mesh, tokens), []
-    args = (data.x, data.ids, data.weights)
+HEADER = ["", "T", "dispatch us", "both us", "dispatch GB/s", "both GB/s", "of copy"]
+Row = tuple[Any, ...]
+
+
+def measure(mesh: Mesh, data: Data, peer: float | None, name: str, transport: Dispatch, row_bytes: int) -> Row:
+    """Times and rates of one transport."""
+    args, tokens = (data.x, data.ids, data.weights), data.x.shape[0] // mesh.size
     crossing = data.remote if mesh.size > 1 else data.sent
+    there = common.kernel_seconds(on(mesh, rooms(transport, back=False)), *args)
+    both = common.kernel_seconds(on(mesh, rooms(transport, back=True)), *args)
+    rates = crossing * row_bytes / there / 1e9, crossing * (row_bytes + 2 * H) / both / 1e9
+    return name, tokens, there * 1e6, both * 1e6, *rates, None if peer is None else rates[0] * 1e9 / peer
 
-    def row(name: str, transport: Dispatch, there_bytes: int) -> tuple[Any, ...]:
-        there = common.kernel_seconds(on(mesh, rooms(transport, back=False)), *args)
-        both = common.kernel_seconds(on(mesh, rooms(transport, back=True)), *args)
-        rates = crossing * there_bytes / there / 1e9, crossing * (there_bytes + 2 * H) / both / 1e9
-        of_peer = None if peer is None else rates[0] * 1e9 / peer
-        return name, tokens, there * 1e6, both * 1e6, *rates, of_peer
 
-    for fmt, wire in ((BF16, "bf16"), (FP8Block, "fp8")):
-        for count in sms:
+def kernels(mesh: Mesh, data: Data, peer: float | None, sms: list[int]) -> Iterator[Row]:
+    """DeepEP's transports; every format with the most SMs, one with fewer."""
+    tokens = data.x.shape[0] // mesh.size
+    for fmt, wire, width in ((BF16, "bf16", 2 * H), (FP8Block, "fp8", H + H // 32)):
+        for count in sorted(sms, reverse=True):
             sizes = {"tokens": tokens, "hidden": H, "num_experts": E, "top_k": K, "weights": fmt, "num_sms": count}
             with EpContext(mesh, "d", timeout_seconds=20, **sizes) as context:
-                width = 2 * H if fmt is BF16 else H + H // 32
-                for name, transport in (
-                    ("v2", DeepEP(context)),
-                    ("v2 any order", DeepEP(context, deterministic=False)),
-                    ("v2_psum any order", DeepEP(context, "v2_psum", deterministic=False)),
-                ):
-                    if count == sms[-1] or name == "v2 any order":
-                        table.append(row(f"deepep {name} {wire}, {count} SMs", transport, width))
-    table.append(row("all_to_all bf16", AllToAll("d"), 2 * H))
+                formats = {
+                    "v2": DeepEP(context),
+                    "v2 any order": DeepEP(context, deterministic=False),
+                    "v2_psum any order": DeepEP(context, "v2_psum", deterministic=False),
+                }
+                for name, transport in formats.items():
+                    if count == max(sms) or name == "v2 any order":
+                        yield measure(mesh, data, peer, f"{name} {wire}, {count} SMs", transport, width)
+
+
+def collectives(mesh: Mesh, data: Data, peer: float | None) -> Iterator[Row]:
+    """The same tokens by XLA's collectives."""
+    yield measure(mesh, data, peer, "all_to_all bf16", AllToAll("d"), 2 * H)
     if mesh.size > 1:
+        tokens = data.x.shape[0] // mesh.size
         seconds = ragged(mesh, tokens, data)
-        rate = crossing * 2 * H / seconds / 1e9
+        rate = data.remote * 2 * H / seconds / 1e9
         of_peer = None if peer is None else rate * 1e9 / peer
-        table.append(("ragged_all_to_all bf16, rows only", tokens, seconds * 1e6, None, rate, None, of_peer))
-    return table
+        yield "ragged_all_to_all bf16, rows only", tokens, seconds * 1e6, None, rate, None, of_peer
 
 
 def layer(mesh: Mesh, tokens: int, fmt: WeightFormat, experts: int, inter: int) -> list[tuple[Any, ...]]:
@@ -180,9 +190,13 @@ def main() -> None:
         print(f"one rank: nothing crosses a link; copy inside the GPU {common.copy_rate() / 1e9:.0f} GB/s read + write")
     else:
         print(f"copy from GPU to GPU {peer / 1e9:.0f} GB/s one way")
-    header = ["", "T", "dispatch us", "both us", "dispatch GB/s", "both GB/s", "of copy"]
-    for tokens in options.tokens:
-        print(common.table(header, transports(mesh, tokens, options.sms, peer)), flush=True)
+    for what in (functools.partial(kernels, sms=options.sms), collectives):
+        for tokens in options.tokens:
+            rows = []
+            for row in what(mesh, make(mesh, tokens), peer):
+                print(*row, file=sys.stderr, flush=True)  # the table follows when all is measured
+                rows.append(row)
+            print(common.table(HEADER, rows), flush=True)
     if options.layer:
         for fmt in (BF16, FP8Block):
             for tokens in (options.tokens[0], options.tokens[-1]):

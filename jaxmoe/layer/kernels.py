@@ -16,6 +16,7 @@ from jaxmoe.layer.layout import choose_layout, expected_rows
 from jaxmoe.ops.grouped_gemm import row_alignment
 from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call
 from jaxmoe.ops.permute import buffer_rows
+from jaxmoe.ops.permute.cuda import kernel_source as move_source
 from jaxmoe.quant.formats import WeightFormat
 from jaxmoe.sizes import round_up
 
@@ -23,7 +24,7 @@ from jaxmoe.sizes import round_up
 def kernels_for(
     config: MoEConfig, arch: Arch, tokens: Iterable[int], execution: Execution | None = None
 ) -> list[KernelSource]:
-    """Lists the GEMM kernels of a layer's forward pass, each once.
+    """Lists the kernels of a layer's forward pass that are compiled ahead of time, each once.
 
     The tile is chosen by the number of rows, so different token counts may need different kernels.
 
@@ -43,6 +44,9 @@ def kernels_for(
     experts, choices = config.router.num_experts + slots, config.router.top_k + slots
     found: dict[KernelSource, None] = {}
     for t in tokens:
+        if t:
+            moves = ("group_tokens", "permute_rows") if config.weights.quantized else ("group_tokens",)
+            found |= dict.fromkeys(move_source(arch.name, name) for name in moves)
         layout, _ = choose_layout(execution, t, choices, experts, alignment=alignment)
         rows = buffer_rows(layout, t, t * choices, experts, alignment, execution.masked_capacity)
         expected = expected_rows(t, choices, experts)

@@ -31,6 +31,8 @@ from jaxmoe.router import Routing, append_shared_slots, route
 
 Array = jax.Array
 
+_SHARED_ROWS = 64
+
 
 def moe(
     params: MoEParams,
@@ -150,11 +152,15 @@ def shared_experts(
         y = dense_gemm(rows, weight, out_dtype=x.dtype, backend=execution.backend)
         return y if bias is None else (y.astype(jnp.float32) + bias).astype(x.dtype)
 
+    tokens = x.shape[0]
     with jax.named_scope("shared"):
+        if execution.deterministic:  # few rows would take other kernels than many
+            x = jnp.pad(x, [(0, -tokens % _SHARED_ROWS), (0, 0)])
         rows = x if quant is None else quantize(x, quant, backend=by_row)
         h = gemm(rows, mlp.gate_up, mlp.gate_up_bias)
         a = gated_act(h, config.activation, quant=quant, backend=by_row)
-        y = gemm(a, mlp.down, mlp.down_bias)
+        y = gemm(a, mlp.down, mlp.down_bias)[:tokens]
+        x = x[:tokens]
         gate = shared_gate(shared, x, deterministic=execution.deterministic)
         y = y if gate is None else y.astype(jnp.float32) * gate[:, None]
         y = y if valid is None else jnp.where(valid[:, None], y, jnp.zeros((), y.dtype))

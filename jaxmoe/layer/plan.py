@@ -35,7 +35,7 @@ class Memory:
       rows: grouped rows that enter gemm1, scales included.
       intermediate: gemm1's output and the activated rows, scales included.
       outputs: gemm2's rows and y.
-      peak: parameters, x, and the largest set of buffers that are alive together between two rooms.
+      peak: parameters, x, y, and the largest set of other buffers that are alive together.
     """
 
     weights: int
@@ -178,7 +178,10 @@ def _memory(config: MoEConfig, tokens: int, execution: Execution, rows: int, ite
     halves = rows * 2 * stored * itemsize
     activated = rows * row_bytes(fmt, execution, stored, itemsize)
     leaving, x = rows * h * itemsize, tokens * h * itemsize
-    alive = max(entering + halves, halves + activated, activated + leaving, leaving + x)
+    before = tokens * row_bytes(fmt, execution, h, itemsize) if fmt.quantized and execution.quantize_activations else 0
+    alive = max(before + entering, entering + halves, halves + activated, activated + leaving)
+    if config.shared is not None and not config.shared.fused:
+        alive = max(alive, leaving + _shared_rows(config, tokens, execution, itemsize))
     return Memory(
         weights=weights,
         scales=scales,
@@ -186,8 +189,18 @@ def _memory(config: MoEConfig, tokens: int, execution: Execution, rows: int, ite
         rows=entering,
         intermediate=halves + activated,
         outputs=leaving + x,
-        peak=weights + scales + router + x + alive,
+        peak=weights + scales + router + 2 * x + alive,
     )
+
+
+def _shared_rows(config: MoEConfig, tokens: int, execution: Execution, itemsize: int) -> int:
+    """Bytes of the largest set of a shared expert's rows that are alive together; routed rows wait meanwhile."""
+    assert config.shared is not None
+    fmt, h = config.shared_format, config.hidden
+    width = round_up(config.shared.intermediate, fmt.k_multiple)
+    entering, activated = (row_bytes(fmt, execution, w, itemsize) for w in (h, width))
+    halves, leaving = 2 * width * itemsize, h * itemsize
+    return tokens * max(entering + halves, halves + activated, activated + leaving)
 
 
 def _kernels(

@@ -133,7 +133,7 @@ def room_stages(
 
     stages = [
         stage("router", 2 * tokens * h * r.num_experts, tokens * (h * itemsize + 8 * r.top_k) + 4 * h * r.num_experts),
-        stage("pre_permute", 0, rows * (h * itemsize + entering)),
+        stage("pre_permute", 0, tokens * h * itemsize + rows * entering),
         stage("gemm1", 4 * rows * h * inter, up + rows * (entering + 2 * stored * itemsize), fp8),
         stage("activation", 0, rows * (2 * stored * itemsize + activated)),
         stage("gemm2", 2 * rows * h * inter, down + rows * (activated + h * itemsize), fp8),

@@ -24,11 +24,14 @@ def by_tiles(f: Callable[..., Any], *rows: Any) -> Any:
       rows: trees of arrays [T, ...]; padded with zeros inside.
     """
     t = jax.tree.leaves(rows)[0].shape[0]
+    padded = max(t + -t % _TILE, 2 * _TILE)  # a loop that runs once would be compiled as none
 
     def cut(a: Array) -> Array:
-        return jnp.pad(a, [(0, -t % _TILE)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, _TILE, *a.shape[1:])
+        return jnp.pad(a, [(0, padded - t)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, _TILE, *a.shape[1:])
 
-    # The barriers keep a loop that runs once, and is inlined for it, apart from what is around it.
-    tiles = jax.lax.optimization_barrier(jax.tree.map(cut, rows))
-    out = jax.lax.optimization_barrier(jax.lax.map(lambda tile: f(*tile), tiles))
+    def one(tile: Any) -> Any:
+        # The barriers keep slices of tiles, whose shapes know T, out of what is compiled, and timed, for f.
+        return jax.lax.optimization_barrier(f(*jax.lax.optimization_barrier(tile)))
+
+    out = jax.lax.map(one, jax.tree.map(cut, rows))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:t], out)

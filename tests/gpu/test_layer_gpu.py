@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import Execution, Layout, MoEConfig, RouterConfig
+from jaxmoe.bench.layer import random_params
+from jaxmoe.config import Execution, Layout, MoEConfig, RouterConfig, SharedExperts
 from jaxmoe.layer.build import make_params
+from jaxmoe.layer.params import MoEParams
 from jaxmoe.layer.pipeline import moe
+from jaxmoe.layer.plan import plan
 from jaxmoe.ops.grouped_gemm import ragged_gemm
 from jaxmoe.ops.permute import group_tokens, permute, unpermute
 from jaxmoe.quant.formats import BF16, FP8Block, WeightFormat
@@ -145,3 +150,55 @@ def test_f24_d_memory_follows_rows() -> None:
             temp[name, e] = memory.temp_size_in_bytes
     assert temp["forward", 64] <= 32 << 20
     assert temp["both", 64] <= 96 << 20
+
+
+def big_layer(fmt: WeightFormat, tokens: int) -> tuple[MoEConfig, MoEParams, jax.Array]:
+    router = RouterConfig(num_experts=16, top_k=4, score="sigmoid", num_groups=4, top_groups=2, correction_bias=True)
+    config = MoEConfig(
+        hidden=1024, intermediate=512, router=router, weights=fmt, shared=SharedExperts(intermediate=512, gate=True)
+    )
+    return config, random_params(config), jax.random.normal(jax.random.key(5), (tokens, 1024), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", [96, 700])
+@pytest.mark.parametrize("fmt", [BF16, FP8Block], ids=repr)
+def test_a_thousand_times_the_same_bits(fmt: WeightFormat, tokens: int) -> None:
+    config, params, x = big_layer(fmt, tokens)
+
+    @jax.jit
+    def differing(params: MoEParams, x: jax.Array) -> jax.Array:
+        first = moe(params, x, config, Execution(backend="deepgemm"))
+
+        def again(i: int, count: jax.Array) -> jax.Array:
+            x_i, _ = jax.lax.optimization_barrier((x, i))
+            y = moe(params, x_i, config, Execution(backend="deepgemm"))
+            return count + jnp.any(y.view(jnp.int16) != first.view(jnp.int16)).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, 1000, again, jnp.int32(0))
+
+    assert int(differing(params, x)) == 0
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP8Block], ids=repr)
+def test_a_token_has_the_same_bits_in_every_batch_and_place(fmt: WeightFormat) -> None:
+    config, params, x = big_layer(fmt, 700)
+    run = jax.jit(functools.partial(moe, config=config, execution=Execution(backend="deepgemm", deterministic=True)))
+
+    def bits(x: jax.Array) -> np.ndarray:
+        return np.asarray(run(params, x).view(jnp.int16))
+
+    whole = bits(x)
+    order = np.random.default_rng(0).permutation(700)
+    np.testing.assert_array_equal(bits(x[order]), whole[order])
+    for t in (1, 7, 64, 129, 512):
+        for start in (0, 700 - t):
+            np.testing.assert_array_equal(bits(x[start : start + t]), whole[start : start + t], err_msg=f"{t} {start}")
+
+
+def test_peak_memory_is_the_plans() -> None:
+    for tokens in (128, 2048):
+        config, params, x = big_layer(FP8Block, tokens)
+        compiled = jax.jit(lambda p, x: moe(p, x, config)).lower(params, x).compile()  # noqa: B023
+        memory = compiled.memory_analysis()
+        used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        assert used == pytest.approx(plan(config, tokens).memory.peak, rel=0.05)
