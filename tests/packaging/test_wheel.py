@@ -57,8 +57,22 @@ def test_what_is_in_them(built):
     archive, wheel = built
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    assert {"pyproject.toml", "CMakeLists.txt", "README.md", "ffi/launch.cc", "jaxmoe/py.typed"} <= names
-    assert not any(name.startswith(("tests/", ".ci/", "benchmarks/")) for name in names)
+    assert {"pyproject.toml", "CMakeLists.txt", "README.md", "ffi/context.cc", "jaxmoe/py.typed"} <= names
+    tops = {name.partition("/")[0] for name in names if name}
+    assert tops <= {
+        *(
+            "BUILD",
+            "CHANGELOG.md",
+            "CMakeLists.txt",
+            "Makefile",
+            "PKG-INFO",
+            "README.md",
+            "WORKSPACE",
+            "constraints.txt",
+        ),
+        *("docs", "examples", "ffi", "jaxlib.bzl", "jaxmoe", "pyproject.toml"),
+    }
+    assert not any(name.endswith((".pyc", ".so")) for name in names)
     with zipfile.ZipFile(wheel) as z:
         names = z.namelist()
         (path,) = [name for name in names if name.endswith(".dist-info/METADATA")]
