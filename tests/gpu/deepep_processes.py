@@ -6,6 +6,7 @@ device gives, in every format. MODE ``absent``: the last rank never calls; the o
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -25,6 +26,7 @@ from jaxmoe.parallel.params import param_specs
 from jaxmoe.quant.formats import BF16, FP8Block, WeightFormat
 from jaxmoe.testing import calc_diff
 
+START = time.time()
 E, K, H, INTER, T = 16, 4, 512, 256, 48
 LAYOUT = ParallelLayout(tokens=PartitionSpec("d"), experts="d")
 
@@ -53,23 +55,30 @@ def spread(tree: object, specs: object, mesh: Mesh) -> object:
     return jax.tree.map(put, specs, tree)
 
 
+def say(*words: object) -> None:
+    print(f"{time.time() - START:6.1f} s", *words, flush=True)
+
+
 def run_layers(mesh: Mesh, count: int) -> int:
     done = 0
-    for fmt in (BF16, FP8Block):
+    for fmt, formats in ((BF16, ("v2",)), (FP8Block, ("v2_psum", "ll"))):
         config, params, x = layer(fmt)
         want = np.float32(jax.jit(lambda p, x, c=config: moe(p, x, c))(params, jnp.asarray(x)))
+        say(fmt, "on one device")
         on_mesh = spread(params, param_specs(config, LAYOUT), mesh)
         tokens = spread(x, LAYOUT.tokens, mesh)
         sizes = {"tokens": T // count, "hidden": H, "num_experts": E, "top_k": K, "num_sms": 16}
         with EpContext(mesh, "d", weights=fmt, timeout_seconds=30, **sizes) as context:
-            for format in ("v2", "v2_psum", "ll"):
+            say(context)
+            for format in formats:
                 # Gathering ids takes XLA's collectives, which want a GPU per process.
                 transport = DeepEP(context, format, deterministic=format == "v2")
-                for _ in range(3):
+                for i in range(3):
                     y = moe_parallel(on_mesh, tokens, config, LAYOUT, mesh, transport=transport)
+                    jax.block_until_ready(y)
+                    say(format, "call", i)
                 for shard in y.addressable_shards:
-                    part = want[shard.index]
-                    worst = calc_diff(np.float32(shard.data), part)
+                    worst = calc_diff(np.float32(shard.data), want[shard.index])
                     assert worst < 1e-4, (fmt, format, worst)
                     done += 1
     return done
@@ -88,24 +97,23 @@ def wait_for_absent(mesh: Mesh, rank: int, count: int) -> None:
         with context:
             y = moe_parallel(on_mesh, tokens, config, LAYOUT, mesh, transport=DeepEP(context))
             jax.block_until_ready(y)
-        print("no error")
+        say("no error")
     except EpFailure as failure:
-        print(f"failed after {time.time() - start:.0f} s: {failure}", flush=True)
+        say(f"failed after {time.time() - start:.0f} s: {failure}")
 
 
 def main(port: str, rank: int, count: int, mode: str) -> None:
-    import os
-
     visible = int(os.environ["JAXMOE_TEST_GPUS"])
     jax.distributed.initialize(
         f"127.0.0.1:{port}", count, rank, local_device_ids=[rank % visible], initialization_timeout=60
     )
     mesh = Mesh(np.array(jax.devices()), "d")
+    say("process", rank, "of", count, mesh.devices.tolist())
     assert mesh.size == count, mesh
     if mode == "absent":
         wait_for_absent(mesh, rank, count)
         os._exit(0)  # the CUDA context is lost: nothing can be shut down in order
-    print("equal", run_layers(mesh, count), flush=True)
+    say("equal", run_layers(mesh, count))
     jax.distributed.shutdown()
 
 

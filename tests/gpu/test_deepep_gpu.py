@@ -244,7 +244,7 @@ def test_close_gives_memory_back_and_programs_say_so(rng, mesh):
 def test_ranks_that_share_a_gpu() -> None:
     """R = 1, 2, 4 and 8 through the launcher alone, to the bit."""
     virtual, model = module(HERE / "virtual_ranks.py"), module(HERE.parent / "dispatch" / "model.py")
-    for case in virtual.cases([1, 2, 4, 8], quick=False):
+    for case in virtual.cases([1, 2, 4, 8]):
         virtual.check(case, model)
 
 
@@ -281,7 +281,7 @@ def processes(count: int, mode: str, seconds: int) -> list[tuple[int | None, str
 def test_processes_give_what_one_device_gives(count: int) -> None:
     """Through handles of the driver; several processes on a GPU take turns."""
     for code, text in processes(count, "layer", 150):
-        assert code == 0 and "equal 6" in text, text[-4000:]
+        assert code == 0 and "equal 3" in text, text[-4000:]
 
 
 def test_a_rank_that_never_arrives_ends_in_an_error() -> None:

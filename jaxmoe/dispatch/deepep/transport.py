@@ -114,8 +114,8 @@ class DeepEP:
         self.held(num_experts, c.replicated)
         _check(x, ids, c)
         x, ids, weights, me = vary_together(x, ids, weights, lax.axis_index(c.axis))
-        if debugging():
-            ids = guarded(ids, _check_ids(num_experts + c.replicated), ids)
+        if debugging():  # on all ranks' ids: one rank that stopped by itself would leave the others waiting
+            ids = guarded(ids, _check_ids(num_experts + c.replicated), lax.all_gather(ids, c.axis))
         tokens = x.shape[0]
         if not tokens:  # every rank takes part, also one without tokens
             x, ids, weights = (
@@ -199,10 +199,10 @@ def _check_ids(limit: int) -> Any:
     def check(ids: np.ndarray) -> None:
         wrong = (ids < -1) | (ids >= limit)
         if wrong.any():
-            token, k = map(int, np.argwhere(wrong)[0])
+            rank, token, k = map(int, np.argwhere(wrong)[0])
             raise ShapeError(
-                f"{int(wrong.sum())} ids are outside -1..{limit - 1}; the first is {ids[token, k]}, of token {token}, "
-                f"choice {k}"
+                f"{int(wrong.sum())} ids are outside -1..{limit - 1}; the first is {ids[rank, token, k]}, of rank "
+                f"{rank}, token {token}, choice {k}"
             )
 
     return check
