@@ -1,7 +1,7 @@
 """Which expert goes to which place, and the hottest to several: expert-parallel load balancing (EPLB).
 
 DeepSeek's open-source EPLB does the same two steps: copy whatever has the most load per copy, then pack copies on
-ranks, the heaviest first. On the host, in NumPy; nothing here is traced.
+ranks, the heaviest first; exchanges between ranks follow here. On the host, in NumPy; nothing here is traced.
 """
 
 from __future__ import annotations
@@ -165,4 +165,20 @@ def _pack(load: np.ndarray, copies: np.ndarray, ranks: int) -> np.ndarray:
         rank = min(open_ranks, key=lambda r: (total[r], expert in held[r], r))
         held[rank].append(expert)
         total[rank] += weight[i]
-    return np.concatenate([sorted(own) for own in held]).astype(np.int32)
+    places = np.array(held)
+    _swap(places, load / copies)
+    return np.sort(places, axis=1).reshape(-1).astype(np.int32)
+
+
+def _swap(places: np.ndarray, weight: np.ndarray) -> None:
+    """Exchanges experts of the fullest rank with others, as long as the fuller of the two ranks gets less; in place."""
+    for _ in range(places.size):
+        total = weight[places].sum(axis=1)
+        top = int(total.argmax())
+        moved = weight[places[top]][:, None, None] - weight[places]  # what each exchange takes from the fullest rank
+        fuller = np.maximum(total[top] - moved, total[:, None] + moved)
+        fuller[:, top] = np.inf
+        mine, rank, theirs = np.unravel_index(int(fuller.argmin()), fuller.shape)
+        if not fuller[mine, rank, theirs] < total[top] * (1 - 1e-9):
+            return
+        places[top, mine], places[rank, theirs] = places[rank, theirs], places[top, mine]

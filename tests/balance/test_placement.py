@@ -43,6 +43,22 @@ def test_every_placement_holds_every_expert_and_is_no_worse(data):
         assert load.max() <= load.mean() + counts.max() + 1e-9
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 50), min_size=6, max_size=9))
+def test_no_exchange_would_relieve_the_fullest_rank(counts):
+    redundant = -len(counts) % 3
+    (placement,) = plan_placements([counts], 3, redundant)
+    load, size = placement.rank_load(counts), placement.num_places // 3
+    top = int(load.argmax())
+    for p in range(placement.num_places):
+        for q in range(top * size, (top + 1) * size):
+            if p // size != top:
+                moved = placement.logical.copy()
+                moved[[p, q]] = moved[[q, p]]
+                other = Placement.of(moved, 3).rank_load(counts)
+                assert max(other[top], other[p // size]) >= load[top] * (1 - 1e-6)
+
+
 def test_a_skewed_layer_gets_even():
     """256 experts, 32 ranks, popularity 1/rank: what DeepSeek-V3's decoding has, 32 redundant places."""
     rng = np.random.default_rng(0)
