@@ -1,1 +1,4 @@
-"""The subcommands of ``jaxmoe``: each module has ``add_arguments(parser)`` and ``run(arguments)``."""
+"""The subcommands of ``jaxmoe``: a module each, with ``add_arguments(parser)`` and ``run(arguments)``.
+
+``layer_arguments`` is what several of them share.
+"""

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.balance.load import moe_with_load
 from jaxmoe.config import Activation, Execution, MoEConfig, RouterConfig, SharedExperts
+from jaxmoe.dispatch.base import Dispatch
 from jaxmoe.errors import FormatError, ShapeError
 from jaxmoe.layer.params import MoEParams
 from jaxmoe.layer.pipeline import moe
@@ -62,7 +63,7 @@ class MoE(nnx.Module):
 
     Attributes:
       config: what the layer is. execution: how it runs. dtype: of the computation, or None.
-      layout, mesh: where it runs, or None for one device.
+      layout, mesh, transport: where it runs, or None for one device; how tokens travel there.
       router, experts, shared: the parameters.
     """
 
@@ -89,6 +90,7 @@ class MoE(nnx.Module):
         params: MoEParams | None = None,
         layout: ParallelLayout | None = None,
         mesh: Mesh | None = None,
+        transport: Dispatch | None = None,
         sharding: Mapping[str, Axes | None] = MappingProxyType({}),
         metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
@@ -113,6 +115,7 @@ class MoE(nnx.Module):
           params: arrays to take as they are, instead of initialising.
           layout, mesh: cut the parameters over the mesh by :func:`jaxmoe.parallel.shard_params` and run there by
             :func:`jaxmoe.parallel.moe_parallel`; both or none. Parameters then carry no logical axis names.
+          transport: of tokens between devices; None is XLA's collectives.
           sharding: logical axis names by parameter path that replace those of ``SHARDING``; None for no names.
           metadata: more metadata for every variable, e.g. ``eager_sharding=True`` to place parameters on creation.
 
@@ -142,8 +145,8 @@ class MoE(nnx.Module):
             if rngs is None:
                 raise ValueError("rngs is missing: give rngs=nnx.Rngs(seed), or params")
             params = init_params(config, rngs, param_dtype, kernel_init, bias_init, tid2eid)
-        if (layout is None) != (mesh is None):
-            raise ValueError("layout and mesh go together: give both for many devices, or none of them")
+        if (layout is None) != (mesh is None) or (transport is not None and mesh is None):
+            raise ValueError("layout and mesh go together, and a transport with them: give both, or none of the three")
         if layout is not None and mesh is not None:
             params = shard_params(params, config, layout, mesh)
             sharding = dict.fromkeys(SHARDING) | dict(sharding)
@@ -153,6 +156,7 @@ class MoE(nnx.Module):
         self.dtype = dtype
         self.layout = layout
         self.mesh = mesh
+        self.transport = transport
         self.router = nnx.data(variables.router)
         self.experts = nnx.data(variables.experts)
         self.shared = nnx.data(variables.shared)
@@ -167,6 +171,7 @@ class MoE(nnx.Module):
         dtype: Any = None,
         layout: ParallelLayout | None = None,
         mesh: Mesh | None = None,
+        transport: Dispatch | None = None,
     ) -> MoE:
         """A layer around existing parameters, e.g. a checkpoint's; nothing is converted.
 
@@ -174,7 +179,8 @@ class MoE(nnx.Module):
         """
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         sizes = fields.pop("hidden"), fields.pop("intermediate"), config.router.num_experts
-        return cls(*sizes, **fields, execution=execution, dtype=dtype, params=params, layout=layout, mesh=mesh)
+        where = {"layout": layout, "mesh": mesh, "transport": transport}
+        return cls(*sizes, **fields, execution=execution, dtype=dtype, params=params, **where)
 
     @property
     def params(self) -> MoEParams:
@@ -207,6 +213,7 @@ class MoE(nnx.Module):
         given = {"token_ids": token_ids, "valid": valid, "routing": routing}
         if self.layout is None or self.mesh is None:
             return moe(params, x, self.config, self.execution, **given)
+        given["transport"] = self.transport
         return moe_parallel(params, x, self.config, self.layout, self.mesh, self.execution, **given)
 
     def with_load(
@@ -229,6 +236,7 @@ class MoE(nnx.Module):
             self.execution,
             layout=self.layout,
             mesh=self.mesh,
+            transport=self.transport,
             token_ids=token_ids,
             valid=valid,
             routing=routing,
@@ -266,7 +274,8 @@ class MoE(nnx.Module):
     def plan(self, tokens: int, *, device: str | None = None) -> Plan:
         """What the layer will do for ``tokens`` tokens: see :func:`jaxmoe.plan`.
 
-        x is taken to be in ``dtype``, or without one in the dtype of the weights, bf16 for quantised ones.
+        It is that of the whole layer on one device, also if the layer is cut over a mesh. x is taken to be in
+        ``dtype``, or without one in the dtype of the weights, bf16 for quantised ones.
         """
         weights = jnp.bfloat16 if self.config.weights.quantized else self.experts.gate_up.values.dtype
         itemsize = jnp.dtype(weights if self.dtype is None else self.dtype).itemsize

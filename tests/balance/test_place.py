@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -213,3 +215,15 @@ def test_a_layer_that_is_not_asked_counts_nothing():
     config, params, x, _ = layer()
     outputs = [jax.jit(f, static_argnums=2).lower(params, x, config).out_info for f in (jaxmoe.moe, moe_with_load)]
     assert [[a.shape for a in jax.tree.leaves(o)] for o in outputs] == [[(T, H)], [(T, H), (E,)]]
+
+
+def test_a_placed_layer_is_not_saved_as_another_model(tmp_path):
+    """A checkpoint has every expert once; the refusal names the router, and undoing the placement saves."""
+    path = Path(__file__).parents[2] / "examples" / "data" / "deepseek_v4_fp4"
+    layers = {n: jaxmoe.checkpoint.load_moe(path, n, progress=False) for n in (0, 1)}
+    placement = Placement.of([0, 1, 2, 3, 4, 5, 6, 7, 0, 1], 2)
+    params, config = place_experts(layers[1].params, layers[1].config, placement)
+    placed = dataclasses.replace(layers[1], params=params, config=config)
+    release = json.loads((path / "config.json").read_text())
+    with pytest.raises(jaxmoe.errors.CheckpointError, match="router"):
+        jaxmoe.checkpoint.save_moe(tmp_path, release, {0: layers[0], 1: placed})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ import jaxmoe
 from jaxmoe import Execution, RouterConfig, SharedExperts
 from jaxmoe.balance import load_balancing_loss, router_z_loss, update_correction_bias
 from jaxmoe.nn import MoE
-from jaxmoe.parallel import ParallelLayout
+from jaxmoe.parallel import AllToAll, ParallelLayout, moe_parallel, shard_params
 from jaxmoe.router import router_logits
 
 B, S, H, WIDTH, E, K = 4, 6, 64, 32, 4, 2
@@ -89,5 +91,34 @@ def test_a_layer_cut_over_a_mesh_is_the_layer():
     y, load = jax.jit(MoE.with_load)(cut, x)
     np.testing.assert_allclose(y, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
     np.testing.assert_array_equal(load, wanted_load)
-    with pytest.raises(ValueError, match="layout and mesh go together"):
-        MoE.from_params(first.config, first.params, layout=layout)
+    for part in ({"layout": layout}, {"mesh": mesh}, {"transport": AllToAll("e")}):
+        with pytest.raises(ValueError, match="layout and mesh go together"):
+            MoE.from_params(first.config, first.params, **part)
+    # Tokens in rounds of two rows give the same.
+    rounds = MoE.from_params(first.config, first.params, layout=layout, mesh=mesh, transport=AllToAll("e", capacity=2))
+    np.testing.assert_allclose(rounds(x), y, rtol=0, atol=1e-6 * float(jnp.abs(want).max()))
+
+
+def test_bf16_gradients_on_a_mesh():
+    """Tokens, experts and widths cut: every gradient is in its dtype and near the f32 one of a single device."""
+    first = MoE(H, 2 * WIDTH, E, top_k=K, param_dtype=jnp.float32, rngs=nnx.Rngs(3))
+    x, dy = (jax.random.normal(jax.random.key(n), (B * S, H), jnp.float32) for n in (4, 5))
+
+    def gradients(params, x, layer):
+        return jax.jit(jax.grad(lambda p, x: jnp.sum((layer(p, x) * dy).astype(jnp.float32)), argnums=(0, 1)))(
+            params, x
+        )
+
+    want, want_x = gradients(first.params, x, lambda p, x: jaxmoe.moe(p, x, first.config))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("e", "t"))
+    layout = ParallelLayout(tokens=P("e"), experts="e", intermediate="t")
+    stacks = jax.tree.map(lambda a: a.astype(jnp.bfloat16), first.params.experts)
+    params = shard_params(dataclasses.replace(first.params, experts=stacks), first.config, layout, mesh)
+    dy = dy.astype(jnp.bfloat16)
+    got, got_x = gradients(params, x.astype(jnp.bfloat16), lambda p, x: moe_parallel(p, x, first.config, layout, mesh))
+    assert got_x.dtype == got.experts.down.values.dtype == jnp.bfloat16 and got.router.kernel.dtype == jnp.float32
+    want = shard_params(want, first.config, layout, mesh)
+    for (path, a), b in zip(jax.tree.leaves_with_path((got, got_x)), jax.tree.leaves((want, want_x)), strict=True):
+        a, b = np.asarray(a).astype(np.float32), np.asarray(b)
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert 0 < error < 0.02, (jax.tree_util.keystr(path), error)
