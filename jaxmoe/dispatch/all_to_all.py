@@ -73,7 +73,7 @@ class AllToAll:
           ShapeError: as :meth:`held`.
         """
         local, ranks = self.held(num_experts, 0), lax.axis_size(self.axis)
-        me, tokens = lax.axis_index(self.axis), x.shape[0]
+        me, tokens, even = lax.axis_index(self.axis), x.shape[0], ids.size
         rank = jnp.arange(ranks, dtype=jnp.int32)
 
         owner = jnp.where(ids >= num_experts, me, jnp.where(ids >= 0, lax.div(ids, local), -1))
@@ -94,7 +94,7 @@ class AllToAll:
         here = jnp.where((here >= 0) & (here < local) & (ids < num_experts), here, -1)
         here = jnp.where((ids >= num_experts) & (source == me), ids - num_experts + local, here)
         rows = here.shape[0] * here.shape[1]
-        return Dispatched(send(x).reshape(rows, -1), here.reshape(rows, -1), send(weights).reshape(rows, -1), way)
+        return Dispatched(send(x).reshape(rows, -1), here.reshape(rows, -1), send(weights).reshape(rows, -1), way, even)
 
     def combine(self, y: Array, dispatched: Dispatched) -> Array:
         """Brings rows back and sums over ranks, in order of rank, in f32."""

@@ -24,12 +24,14 @@ class Dispatched:
       ids: int32 [N, K], local expert ids 0..El-1, -1 for none and for experts that live elsewhere.
       weights: f32 [N, K], final; not read where the id is -1.
       state: what the transport needs to bring results back, a pytree or None.
+      expected: static, choices that even routing brings here, for which GEMMs choose tiles; None: N·K.
     """
 
     x: Array | QuantizedRows | GroupedRows
     ids: Array
     weights: Array
     state: Any = None
+    expected: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 class Dispatch(Protocol):

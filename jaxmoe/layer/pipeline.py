@@ -95,6 +95,7 @@ def moe(
         config,
         execution,
         add=shared if together else None,
+        expected=dispatched.expected,
         out_dtype=x.dtype if together else jnp.float32,
     )
     with jax.named_scope("combine"):
@@ -177,6 +178,7 @@ def experts(
     *,
     add: Array | None = None,
     out_dtype: Any = jnp.float32,
+    expected: int | None = None,
 ) -> Array:
     """The rooms between the transports: pre_permute, both GEMMs with the activation between them, post_permute.
 
@@ -187,6 +189,7 @@ def experts(
       ids: int32 [N, K], local expert ids, -1 for none.
       combine_weights: f32 [N, K].
       add: [N, H], added to the sums in f32.
+      expected: choices that are likely here, for which GEMMs choose tiles; None: N·K.
 
     Returns:
       [N, H] in ``out_dtype``: the weighted sum over each row's local experts, 0 for a row without any, and ``add``.
@@ -200,7 +203,7 @@ def experts(
 
         def room(given: tuple[ExpertWeights, Array, Array], ids: Array, execution: Execution) -> Array:
             weights, combine_weights, x = given
-            return experts(weights, x, ids, combine_weights, config, execution)
+            return experts(weights, x, ids, combine_weights, config, execution, expected=expected)
 
         y = straight_through(room, execution, (weights, combine_weights, x), ids)
         return (y if add is None else y + add.astype(jnp.float32)).astype(out_dtype)
@@ -217,7 +220,7 @@ def experts(
     gemm = functools.partial(
         grouped_gemm,
         out_dtype=jnp.bfloat16 if isinstance(given, QuantizedRows) else given.dtype,
-        expected_m=expected_rows(tokens, choices, num_experts),
+        expected_m=expected_rows(tokens * choices if expected is None else expected, 1, num_experts),
         backend=execution.backend,
     )
 

@@ -170,7 +170,8 @@ def _layer(
     if weights.down_bias is not None and axes["intermediate"]:
         first = lax.axis_index(axes["intermediate"]) == 0
         weights = dataclasses.replace(weights, down_bias=jnp.where(first, weights.down_bias, 0.0))
-    y = transport.combine(experts(weights, sent.x, sent.ids, sent.weights, config, execution), sent)
+    y = experts(weights, sent.x, sent.ids, sent.weights, config, execution, expected=sent.expected)
+    y = transport.combine(y, sent)
 
     total = functools.partial(reduce_partial, home=layout.home, in_order=execution.deterministic)
 

@@ -116,7 +116,7 @@ class DeepEP:
         x, ids, weights, me = vary_together(x, ids, weights, lax.axis_index(c.axis))
         if debugging():  # on all ranks' ids: one rank that stopped by itself would leave the others waiting
             ids = guarded(ids, _check_ids(num_experts + c.replicated), lax.all_gather(ids, c.axis))
-        tokens = x.shape[0]
+        tokens, even = x.shape[0], x.shape[0] * s.top_k
         if not tokens:  # every rank takes part, also one without tokens
             x, ids, weights = (
                 jnp.pad(x, ((0, 1), (0, 0))),
@@ -132,19 +132,19 @@ class DeepEP:
             real = formats.received_rows(out["ranks"], s.received)
             ids = jnp.where(real[:, None], out["row_ids"], -1)
             return Dispatched(
-                rows, ids, jnp.where(ids >= 0, out["row_weights"], 0.0), _State(_way(out, real), None, tokens)
+                rows, ids, jnp.where(ids >= 0, out["row_weights"], 0.0), _State(_way(out, real), None, tokens), even
             )
 
         expert = formats.expanded_experts(out["ends"], s.alignment, s.expanded)[:, None]
         weights, way = jnp.where(expert >= 0, out["row_weights"][:, None], 0.0), _way(out, expert[:, 0] >= 0)
         grouped = GroupedRows(rows, out["ends"], "psum", s.alignment)
         if self.format == "v2_psum":
-            return Dispatched(grouped, expert, weights, _State(way, None, tokens))
+            return Dispatched(grouped, expert, weights, _State(way, None, tokens), even)
         places = grouped.with_rows(weights)
         slab, slab_weights = (expand_to_masked_slab(r, s.received) for r in (grouped, places))
         ids = formats.slab_experts(slab.group, slab.values.shape[1])
         weights = jnp.where(ids >= 0, slab_weights.values.reshape(-1, 1), 0.0)
-        return Dispatched(slab, ids, weights, _State(way, places, tokens))
+        return Dispatched(slab, ids, weights, _State(way, places, tokens), even)
 
     def _exchange_rows(self, x: Array, ids: Array, weights: Array, me: Array) -> dict[str, Array]:
         """What arrives by name, places included; ``ends`` is [El], of real rows, if expanded."""
