@@ -189,6 +189,9 @@ class Case:
     limit: int = 64
 
 
+DEEPSEEK: dict[str, int] = {"hidden": 7168, "experts": 256, "top_k": 8, "limit": 128}
+
+
 def sizes_of(case: Case, sms: int) -> tuple[Sizes, Wire, Wire]:
     """Sizes, what travels there, and what gradients travel in."""
     s = Sizes(
@@ -378,6 +381,8 @@ def cases(counts: list[int]) -> list[Case]:
                 Case(r, even, kind="one_rank", fp8=True, expand=True, mode="again"),
                 Case(r, even, kind="none"),
                 Case(r, (0,) * r, kind="none", expand=True, mode="plain", fp8=True),
+                Case(1, (128,), expand=True, mode="plain", fp8=True, **DEEPSEEK),  # as many experts as one rank takes
+                Case(1, (128,), **DEEPSEEK),
             ]
         if r == 8:
             found.append(Case(r, even, top_k=2, experts=32))  # fewer choices than ranks
