@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="never the reference, also where 'auto' takes it")
     arguments = parser.parse_args()
     plain, places = ("pallas", "cuda") if arguments.kernels else ("auto", "auto")
-    runs = ((None, plain), (F32, places))
+    runs = ((None, plain), (F32, "auto"))
     print(common.machine())
     print(f"copy rate {common.copy_rate() / 1e9:.0f} GB/s", flush=True)
     if arguments.tiles:

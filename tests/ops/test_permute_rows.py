@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.errors import ShapeError
+from jaxmoe.errors import BackendUnavailable, ShapeError
 from jaxmoe.ops.permute import (
+    api,
     expand_to_masked_slab,
     group_tokens,
     masked_slab_to_expand,
     permute,
     unpermute,
 )
+from jaxmoe.ops.permute.reference import take_scales
 from jaxmoe.ops.quantize import quantize, row_scales
 from jaxmoe.ops.rows import GroupedRows
 from jaxmoe.quant.formats import ActivationQuant
@@ -38,7 +40,7 @@ def assert_same_bits(got: QuantizedRows, want: QuantizedRows, valid: Any) -> Non
 
 @pytest.mark.parametrize("quant", QUANTS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("alignment", [1, 8, 1024])  # the last makes many rows
+@pytest.mark.parametrize("alignment", [1, 8])
 def test_moved_then_quantised_is_quantised_then_moved(
     rng: np.random.Generator, quant: ActivationQuant, layout: Any, alignment: int
 ) -> None:
@@ -52,6 +54,40 @@ def test_moved_then_quantised_is_quantised_then_moved(
     assert_same_bits(rows, want, g.valid)
     padding = np.asarray(row_scales(rows))[~np.asarray(g.valid)]
     assert (padding == 1).all()
+
+
+@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("row_shape", [(65536,), (2, 32767), (3, 25000)])
+def test_scales_of_many_rows(rng: np.random.Generator, quant: ActivationQuant, row_shape: tuple[int, ...]) -> None:
+    """Above and below the number of rows from which on they move another way."""
+    dtype = jnp.float32 if quant.scale == "float32" else jnp.int32
+    scales = jnp.asarray(rng.integers(1, 1 << 30, (3, 8)), dtype)
+    source = jnp.asarray(rng.integers(-1, 7, np.prod(row_shape)), jnp.int32)
+    got = np.asarray(take_scales(scales, quant, source, row_shape))
+    *lead, rows = row_shape
+    index = np.pad(np.asarray(source).reshape(-1, rows), [(0, 0), (0, -rows % 4)], constant_values=-1)
+    neutral = np.asarray(1 if quant.scale == "float32" else 0x7F7F7F7F, dtype)
+    want = np.where(index[:, None] >= 0, np.asarray(scales).T[index].swapaxes(1, 2), neutral)
+    np.testing.assert_array_equal(got, want.reshape(got.shape))
+    assert got.shape == (*lead, 3, -(-rows // 4) * 4) and got.dtype == dtype
+
+
+@pytest.mark.parametrize(("n", "order"), [(8, ["cuda", "pallas"]), (api.MANY_CHOICES // 2, ["pallas", "cuda"])])
+def test_auto_takes_what_is_faster(monkeypatch: pytest.MonkeyPatch, n: int, order: list[str]) -> None:
+    asked = []
+
+    def declining(name: str) -> Any:
+        def decline(*_: Any) -> Any:
+            asked.append(name)
+            raise BackendUnavailable(name)
+
+        return decline
+
+    for name in ("cuda", "pallas"):
+        monkeypatch.setitem(api.COPY_QUANTIZED, name, declining(name))
+    g = group_tokens(jnp.zeros((n, 2), jnp.int32), 1, alignment=1)
+    permute(quantize(jnp.zeros((n, 128)), QUANTS[0]), g)
+    assert asked == order
 
 
 @pytest.mark.parametrize("quant", QUANTS, ids=str)

@@ -19,7 +19,7 @@ STAGE = 14336
 """Bytes of rows that a block of the copying kernel has in shared memory at once."""
 
 COLUMNS = 1024
-"""Columns that a block of the summing kernel takes of a row."""
+"""Columns that a block of the summing kernel takes of a row; 512 took 308 µs, 1024 take 246 (8192 tokens of 7168)."""
 
 _SHARED = 200 * 1024
 
