@@ -11,6 +11,7 @@ from jaxmoe.errors import CacheError, KernelCompileError
 
 # Name and what it does; the module of that name in jaxmoe.commands is imported only when it is run.
 _COMMANDS = {
+    "bench": "run a layer of random weights here: time beside its floor, memory beside its plan, where the time goes",
     "doctor": "say what is installed, what works here and what to install",
     "plan": "say what a layer will do on a GPU, also one that is not here: layout, kernels, memory, time at best",
     "warmup": "compile the GPU kernels of a layer ahead of time, for this GPU or another",

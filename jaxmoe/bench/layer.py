@@ -59,7 +59,8 @@ class Figures:
       seconds: a call of the jitted layer, median of back-to-back calls.
       peak: bytes of parameters, inputs, output and temporaries as XLA laid the program out.
       floor: see :class:`Floor`.
-      trace: what ran, None where the profiler sees nothing (CPU).
+      trace: what ran, by instruction; None where the profiler sees nothing (CPU).
+      replay: the same with command buffers, as the program usually runs, without instructions.
     """
 
     plan: Plan
@@ -67,13 +68,14 @@ class Figures:
     peak: int
     floor: Floor
     trace: Trace | None
+    replay: Trace | None
 
     @property
     def rooms(self) -> dict[str, float]:
-        """Seconds by room, those in which no kernel ran as ``"idle"``; empty without a trace."""
-        if self.trace is None:
+        """Seconds by room, those in which no kernel of the replay ran as ``"idle"``; empty without a trace."""
+        if self.trace is None or self.replay is None:
             return {}
-        rooms = self.trace.by_room(ROOMS) | {"idle": self.trace.idle}
+        rooms = self.trace.by_room(ROOMS) | {"idle": self.replay.idle}
         return {room: seconds for room, seconds in rooms.items() if seconds > 0}
 
 
@@ -85,7 +87,12 @@ def measure(config: MoEConfig, tokens: int, execution: Execution | None = None, 
       tokens: T, at least 1.
       execution: how it runs; None is ``Execution()``.
       seed: of weights and tokens.
+
+    Raises:
+      ValueError: the layer routes by token ids.
     """
+    if config.router.hash_routing:
+        raise ValueError("a layer with hash_routing needs token ids and a table; measure it with a learned router")
     execution = Execution() if execution is None else execution
     expected = plan(config, tokens, execution)
     params = random_params(config, seed)
@@ -93,13 +100,16 @@ def measure(config: MoEConfig, tokens: int, execution: Execution | None = None, 
     layer = jax.jit(functools.partial(moe, config=config, execution=execution))
     memory = layer.lower(params, x).compile().memory_analysis()
     seconds = timing.seconds(layer, params, x)
-    traced = trace(layer, params, x) if jax.default_backend() == "gpu" else None
+    traced = replay = None
+    if jax.default_backend() == "gpu":
+        traced, replay = (trace(layer, params, x, command_buffers=buffers) for buffers in (False, True))
     return Figures(
         plan=expected,
         seconds=seconds,
         peak=memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes,
         floor=_floor(params, x, expected),
         trace=traced,
+        replay=replay,
     )
 
 

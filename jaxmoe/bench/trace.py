@@ -69,15 +69,19 @@ class Trace:
         return total
 
 
-def trace(f: Any, *args: Any, calls: int = 3) -> Trace:
+def trace(f: Any, *args: Any, calls: int = 3, command_buffers: bool = False) -> Trace:
     """Traces ``calls`` calls of jitted ``f`` on the first GPU, each by itself.
 
-    Command buffers are left out, for the profiler does not say which instruction a kernel of one belongs to.
+    Args:
+      f, args: the program. calls: how many; the one of median length is returned.
+      command_buffers: compile as XLA does by default. The profiler does not say which instruction a kernel of a
+        command buffer belongs to, so scopes are unknown then; without them, launches by a host that is being traced
+        leave gaps that the program does not have otherwise.
 
     Raises:
       RuntimeError: the profiler saw no kernel: this is not a GPU, or it has no right to trace.
     """
-    compiled = f.lower(*args).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+    compiled = f.lower(*args).compile(None if command_buffers else {"xla_gpu_enable_command_buffer": ""})
     scopes = dict(_METADATA.findall(compiled.as_text()))
     jax.block_until_ready(compiled(*args))
     runs = sorted((_one(compiled, args, scopes) for _ in range(calls)), key=lambda run: run.span)
