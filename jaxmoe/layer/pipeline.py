@@ -31,7 +31,7 @@ from jaxmoe.router import Routing, append_shared_slots, route
 
 Array = jax.Array
 
-_SHARED_ROWS = 64
+_SHARED_ROWS = 64  # at least the rows of a tile of every kernel between the GEMMs
 
 
 def moe(
@@ -232,7 +232,9 @@ def experts(
         else:
             layout, _ = choose_layout(execution, tokens, choices, num_experts, alignment=alignment)
             capacity = execution.masked_capacity
-            grouping = group_tokens(ids, num_experts, layout=layout, alignment=alignment, capacity=capacity)
+            grouping = group_tokens(
+                ids, num_experts, layout=layout, alignment=alignment, capacity=capacity, backend=by_row
+            )
             slots, rows, valid = grouping.slots, permute(given, grouping, backend=by_row), grouping.valid
     with jax.named_scope("gemm1"):
         h = gemm(rows, weights.gate_up, bias=weights.gate_up_bias)

@@ -209,6 +209,30 @@ def test_fewer_sms_give_the_same_bits(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(whole, pdl)
 
 
+@pytest.mark.parametrize("fmt", [BF16, FP8Block], ids=repr)
+def test_layouts_and_tiles_give_the_same_bits(fmt: WeightFormat) -> None:
+    """What the deterministic mode stands on: a row's bits come from the row and the weight, whatever tile holds it."""
+    counts, n, k = COUNTS["mixed"], 1024, 1024
+    weight = make_weight(np.random.default_rng(1), 5, n, k, fmt)
+    seen = []
+    for layout in LAYOUTS:
+        rows, valid = make_rows(np.random.default_rng(0), counts, k, layout, fmt)
+        for expected in (1, 16, 64, 200, 1000):
+            y = grouped_gemm(rows, weight, expected_m=expected, backend="deepgemm")
+            seen.append(np.asarray(y.view(jnp.int16))[valid])
+    tight = seen[0]
+    first = np.flatnonzero(np.repeat(np.arange(5), counts) == 2)
+    one = GroupedWeight(weight.values[2:3], None if weight.scales is None else weight.scales[2:3], fmt, k)
+    rows, valid = make_rows(np.random.default_rng(0), counts, k, "masked", fmt)
+    for m in (1, 7, 64, 130):
+        x = jax.tree.map(lambda a: a[2], rows.rows)
+        x = QuantizedRows(x.values[:m], x.scales[:, : -(-m // 4) * 4], x.quant) if fmt is FP8Block else x[:m]
+        y = np.asarray(dense_gemm(x, one, backend="deepgemm").view(jnp.int16))
+        np.testing.assert_array_equal(y, tight[first[:m]], err_msg=f"dense {m}")
+    for other in seen[1:]:
+        np.testing.assert_array_equal(other, tight)
+
+
 GRAPH_PROGRAM = """
     import sys
     import jax, jax.numpy as jnp, numpy as np
