@@ -23,7 +23,7 @@ PUBLIC = {
         SharedExperts __version__ balance checkpoint debug errors moe nn parallel plan route""",
     "jaxmoe.balance": """Placement expert_load load_balancing_loss load_bars moe_with_load place_experts plan_placements
         plot_load router_z_loss update_correction_bias""",
-    "jaxmoe.parallel": "AllToAll ParallelLayout moe_parallel param_specs shard_params",
+    "jaxmoe.parallel": "AllToAll DeepEP EpContext ParallelLayout moe_parallel param_specs shard_params",
     "jaxmoe.nn": "SHARDING Buffer MoE QuantizedParam linen",
 }
 

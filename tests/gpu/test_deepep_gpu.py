@@ -243,9 +243,9 @@ def test_close_gives_memory_back_and_programs_say_so(rng, mesh):
 
 def test_ranks_that_share_a_gpu() -> None:
     """R = 1, 2, 4 and 8 through the launcher alone, to the bit."""
-    virtual, model = module(HERE / "virtual_ranks.py"), module(HERE.parent / "dispatch" / "model.py")
+    virtual = module(HERE / "virtual_ranks.py")
     for case in virtual.cases([1, 2, 4, 8]):
-        virtual.check(case, model)
+        virtual.check(case, virtual.load_model())
 
 
 def processes(count: int, mode: str, seconds: int) -> list[tuple[int | None, str]]:

@@ -7,7 +7,6 @@ A rank is a peer context of its own on the one device. What the kernels give is 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import importlib.util
 import pathlib
@@ -20,22 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.cuda import cubin_cache, ffi
+from jaxmoe.cuda import cubin_cache
 from jaxmoe.cuda.deepep import specs
-from jaxmoe.cuda.deepep.sizes import DATA_OFFSET, TABLE_OFFSET, Sizes, Wire, combine_width, combine_wire
-from jaxmoe.cuda.driver import driver
-from jaxmoe.cuda.launch import encode
+from jaxmoe.cuda.deepep.sizes import Sizes, Wire, combine_width, combine_wire
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.dispatch.deepep import formats
 
-FIRST_CONTEXT = 1000
-ERROR_BYTES = 4096
-POISON = 0xC3
 
-
-def load_model() -> Any:
-    path = pathlib.Path(__file__).parents[1] / "dispatch" / "model.py"
-    spec = importlib.util.spec_from_file_location("jaxmoe_virtual_model", path)
+def load(path: pathlib.Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"jaxmoe_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -43,111 +35,13 @@ def load_model() -> Any:
     return module
 
 
-class VirtualRanks:
-    """R ranks on the CUDA devices ``devices`` (ordinals, one per rank; the same one may come again)."""
+HERE = pathlib.Path(__file__).parent
+LAUNCHER = load(HERE / "rank_launcher.py")
+VirtualRanks, FIRST_CONTEXT, POISON = LAUNCHER.VirtualRanks, LAUNCHER.FIRST_CONTEXT, LAUNCHER.POISON
 
-    def __init__(self, sizes: Sizes, wire: Wire, devices: list[int] | None = None, arch: str = "sm_90a"):
-        self.sizes, self.wire, self.arch = sizes, wire, arch
-        self.devices = devices or [0] * sizes.ranks
-        self.cuda = driver()
-        self.library = ffi.library()
-        self.library.set_cubin_directory(cubin_cache.directory())
-        c = self.library.c
-        text, size = ctypes.c_char_p, ctypes.c_size_t
-        c.jaxmoe_program_create.argtypes = [text, size, ctypes.POINTER(ctypes.c_void_p), text, size]
-        pointer = ctypes.c_void_p
-        c.jaxmoe_program_prepare.argtypes = [pointer, ctypes.c_int32, text, size]
-        c.jaxmoe_program_launch.argtypes = [
-            pointer, pointer, size, pointer, size, ctypes.c_int32, pointer, text, size,
-        ]  # fmt: skip
-        c.jaxmoe_program_destroy.argtypes = [pointer]
-        self.nbytes = sizes.buffer_bytes(wire)
-        self.starts = [self.cuda.allocate(d, self.nbytes) for d in self.devices]
-        self._held: list[tuple[int, int]] = []
-        table = np.array(self.starts, np.uint64).tobytes()
-        self.streams = []
-        for rank, (device, start) in enumerate(zip(self.devices, self.starts, strict=True)):
-            for peer in set(self.devices) - {device}:
-                self.cuda.enable_peer(device, peer)
-            self.cuda.clear(device, start, DATA_OFFSET)
-            self.cuda.write(device, start + TABLE_OFFSET, table)
-            self.library.set_peer(
-                FIRST_CONTEXT + rank,
-                device,
-                base=start + DATA_OFFSET,
-                workspace=start,
-                window=start + TABLE_OFFSET,
-                rank=rank,
-            )
-            stream = ctypes.c_void_p()
-            with self.cuda.current(device):
-                self._cuda("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(1))
-            self.streams.append(stream)
 
-    def _cuda(self, name: str, *args: Any) -> None:
-        result = getattr(ctypes.CDLL("libcuda.so.1"), name)(*args)
-        assert result == 0, (name, result)
-
-    def run(self, calls: list[specs.Call], arrays: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-        """One call on each rank at the same time; results start as poison."""
-        keys = cubin_cache.ensure([source for call in calls for source, _ in call.launches])
-        prepared = []
-        for rank, (call, given) in enumerate(zip(calls, arrays, strict=True)):
-            device = self.devices[rank]
-            arguments = [self._put(device, np.ascontiguousarray(given[n])) for n in call.arguments]
-            results = [self._fill(device, r) for r in call.results.values()]
-            blob = encode([dataclasses.replace(spec, cubin=keys[source]) for source, spec in call.launches], call.name)
-            program, error = ctypes.c_void_p(), ctypes.create_string_buffer(ERROR_BYTES)
-            c = self.library.c
-            with self.cuda.current(device):  # as XLA has it
-                failed = c.jaxmoe_program_create(blob, len(blob), ctypes.byref(program), error, ERROR_BYTES) or (
-                    c.jaxmoe_program_prepare(program, device, error, ERROR_BYTES)
-                )
-            if failed:
-                raise RuntimeError(error.value.decode())
-            prepared.append((program, arguments, results))
-        for device in set(self.devices):
-            self.cuda.synchronize(device)
-        for rank, (program, arguments, results) in enumerate(prepared):
-            a, r = (np.array(b, np.uint64).reshape(-1, 2) for b in (arguments, results))
-            error = ctypes.create_string_buffer(ERROR_BYTES)
-            with self.cuda.current(self.devices[rank]):
-                if self.library.c.jaxmoe_program_launch(
-                    program, a.ctypes.data, len(a), r.ctypes.data, len(r), self.devices[rank], self.streams[rank],
-                    error, ERROR_BYTES,
-                ):  # fmt: skip
-                    raise RuntimeError(error.value.decode())
-        for device in set(self.devices):
-            self.cuda.synchronize(device)
-        out = []
-        for rank, (call, (program, _, results)) in enumerate(zip(calls, prepared, strict=True)):
-            got = {}
-            for (name, like), (address, nbytes) in zip(call.results.items(), results, strict=True):
-                raw = self.cuda.read(self.devices[rank], address, nbytes)
-                got[name] = np.frombuffer(raw, like.dtype).reshape(like.shape)
-            out.append(got)
-            self.library.c.jaxmoe_program_destroy(program)
-        for device, address in self._held:
-            self.cuda.free(device, address)
-        self._held = []
-        return out
-
-    def _put(self, device: int, array: np.ndarray) -> tuple[int, int]:
-        address = self.cuda.allocate(device, max(array.nbytes, 16))
-        self._held.append((device, address))
-        if array.nbytes:
-            self.cuda.write(device, address, array.tobytes())
-        return address, array.nbytes
-
-    def _fill(self, device: int, like: jax.ShapeDtypeStruct) -> tuple[int, int]:
-        return self._put(device, np.full(like.size * np.dtype(like.dtype).itemsize, POISON, np.uint8))
-
-    def close(self) -> None:
-        for rank, (device, start) in enumerate(zip(self.devices, self.starts, strict=True)):
-            self.library.erase_peer(FIRST_CONTEXT + rank)
-            self.cuda.free(device, start)
-            with self.cuda.current(device):
-                self._cuda("cuStreamDestroy_v2", self.streams[rank])
+def load_model() -> Any:
+    return load(HERE.parent / "dispatch" / "model.py")
 
 
 def same(what: str, got: np.ndarray, want: np.ndarray) -> None:

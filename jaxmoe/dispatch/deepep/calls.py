@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxmoe.cuda.deepep import specs
 from jaxmoe.cuda.deepep.sizes import Sizes, Wire, combine_wire
 from jaxmoe.cuda.kernel import run_kernels
-from jaxmoe.errors import FormatError
 
 Array = jax.Array
 Arrays = dict[str, Array]
@@ -125,7 +124,7 @@ def _send_fwd(exchange: Exchange, x: Array, weights: Array, scales: Array | None
 
 def _send_bwd(exchange: Exchange, saved: Arrays, d_out: Arrays) -> Any:
     if exchange.wire != combine_wire(exchange.calls.sizes.hidden):
-        raise FormatError(
+        raise NotImplementedError(
             "rows that travel quantised have no gradient; make the EpContext with wire='bf16' to train, or stop the "
             "gradient before the layer"
         )

@@ -35,11 +35,10 @@ def wire_ids(ids: Array, num_experts: int, replicated: int, ranks: int, me: Arra
 
 def merge_repeats(ids: Array, weights: Array) -> tuple[Array, Array]:
     """Each id of a token once, with the sum of its weights; the kernels stop at a repeated one. Weight 0 at -1."""
-    first = jnp.argmax(ids[:, :, None] == ids[:, None, :], axis=-1)
-    k = jnp.arange(ids.shape[1])
-    mine = (first[:, None, :] == k[:, None]) & (ids >= 0)[:, None, :]
-    merged = jnp.sum(jnp.where(mine, weights[:, None, :], 0.0), axis=-1)
-    alone = (first == k) & (ids >= 0)
+    same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, None, :]
+    merged = jnp.sum(jnp.where(same, weights[:, None, :], 0.0), axis=-1)
+    earlier = jnp.arange(ids.shape[1]) < jnp.arange(ids.shape[1])[:, None]
+    alone = (ids >= 0) & ~(same & earlier).any(-1)
     return jnp.where(alone, ids, -1), jnp.where(alone, merged, 0.0)
 
 
