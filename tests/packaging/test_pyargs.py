@@ -16,16 +16,16 @@ ROOT = Path(__file__).parents[2]
 def test_it_runs_here_and_prints_what_works(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "200"}
     command = [sys.executable, "-m", "pytest", "--pyargs", "jaxmoe.testing", "-p", "no:cacheprovider", "-q"]
-    command += ["-k", "BF16 or experts and virtual or processes", "-W", "error"]
+    command += ["-k", "(BF16 and psum) or processes", "-W", "error"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     _, _, summary = done.stdout.partition("jaxmoe on cpu, JAX ")
     lines = summary.splitlines()
-    assert re.match(r"one device +reference psum +reference masked +reference contiguous +deepgemm psum", lines[1])
-    assert re.match(r"BF16 +ok +ok +ok +– \[1\] +– \[1\] +– \[1\]$", lines[2])
+    assert re.match(r"one device +reference psum +deepgemm psum$", lines[1])
+    assert re.match(r"BF16 +ok +– \[1\]$", lines[2])
     assert re.match(r"\[1\] .*platform 'cpu'; CUDA kernels need an NVIDIA GPU", lines[3])
-    assert re.match(r"many devices +4 virtual +2 cpu processes$", lines[4])
-    assert re.match(r"tokens × experts +ok +ok$", lines[5])
+    assert re.match(r"many devices +2 cpu processes$", lines[4])
+    assert re.match(r"tokens × experts +ok$", lines[5])
 
 
 def test_the_table():

@@ -53,20 +53,27 @@ def test_gradients_push_towards_even_load():
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(3, 8, 4)), jnp.float32).at[..., 1].add(2.0)
     ids = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+    slopes = jax.jit(jax.value_and_grad(load_balancing_loss), static_argnames=("router", "sequence_wise"))
     for sequence_wise in (False, True):
-        value, slope = jax.value_and_grad(
-            lambda a, s=sequence_wise: load_balancing_loss(a, ids, SWITCH, sequence_wise=s)
-        )(logits)
+        value, slope = slopes(logits, ids, SWITCH, sequence_wise=sequence_wise)
         assert float(value) > 1.3 and (slope[..., 1] > 0).all()
-        step = 0.5
-        assert float(loss(logits - step * slope, ids, SWITCH, sequence_wise=sequence_wise)) < float(value)
-    value, slope = jax.value_and_grad(router_z_loss)(logits)
-    assert float(value) == pytest.approx(float(np.mean(np.log(np.exp(np.asarray(logits)).sum(-1)) ** 2)), rel=1e-5)
-    valid = jnp.arange(8) < 5
-    dirty, valid = jnp.where(valid[:, None], logits, jnp.nan), jnp.broadcast_to(valid, (3, 8))
-    value, slope = jax.value_and_grad(
-        lambda a: router_z_loss(a, valid=valid) + load_balancing_loss(a, ids, SWITCH, valid=valid)
-    )(dirty)
+        assert float(loss(logits - 0.5 * slope, ids, SWITCH, sequence_wise=sequence_wise)) < float(value)
+    want = float(np.mean(np.log(np.exp(np.asarray(logits)).sum(-1)) ** 2))
+    assert float(router_z_loss(logits)) == pytest.approx(want, rel=1e-5)
+
+
+def test_padding_has_no_gradient_whatever_it_holds():
+    rng = np.random.default_rng(0)
+    valid = jnp.broadcast_to(jnp.arange(8) < 5, (3, 8))
+    dirty = jnp.where(valid[..., None], jnp.asarray(rng.normal(size=(3, 8, 4)), jnp.float32), jnp.nan)
+    ids = jnp.zeros((3, 8, 1), jnp.int32)
+
+    @jax.jit
+    @jax.value_and_grad
+    def both(logits):
+        return router_z_loss(logits, valid=valid) + load_balancing_loss(logits, ids, SWITCH, valid=valid)
+
+    value, slope = both(dirty)
     assert np.isfinite(float(value)) and np.isfinite(slope).all() and not slope[:, 5:].any() and slope[:, :5].all()
 
 

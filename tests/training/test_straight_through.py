@@ -18,7 +18,6 @@ from jaxmoe.layer.build import make_params
 from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
 from jaxmoe.quant.formats import BF16, MXFP4, FP8Block
 from jaxmoe.quant.tensors import GroupedWeight
-from jaxmoe.quant.weights import dequantize
 
 E, K, T, H, WIDTH = 4, 2, 12, 128, 96
 FP8_FORWARD = Execution(forward_format=FP8Block)
@@ -66,11 +65,10 @@ def test_masters():
     masters = make_params(config, **arrays)
     valid = jnp.arange(T) != 4
     y, (d_params, dx) = gradients(*all_trained(masters), x, dy, valid, config, FP8_FORWARD)
-    _, (want_params, want_dx) = gradients(*all_trained(masters), x, dy, valid, config, Execution())
+    plain, (want_params, want_dx) = gradients(*all_trained(masters), x, dy, valid, config, Execution())
     fp8 = dataclasses.replace(config, weights=FP8Block)
     quantised = jax.jit(jaxmoe.moe, static_argnums=2)(make_params(fp8, **arrays), x, fp8, valid=valid)
     np.testing.assert_array_equal(y, quantised)
-    plain = jax.jit(jaxmoe.moe, static_argnums=2)(masters, x, config, valid=valid)
     assert 1e-3 < jnp.abs(y - plain).max() / jnp.abs(plain).max() < 0.1
     assert len(jax.tree.leaves(d_params)) == 8
     for (path, got), want in zip(
@@ -96,16 +94,17 @@ def test_quantised_weights():
     trained, frozen = (jax.tree.map(lambda n, q=q: split(n, q), params, is_leaf=stacks) for q in (False, True))
     valid = jnp.ones(T, bool)
     y, (d_params, dx) = gradients(trained, frozen, x, dy, valid, config, Execution(forward_format=fmt))
-    _, (want_params, want_dx) = gradients(trained, frozen, x, dy, valid, config, Execution(quantize_activations=False))
-    want_y = jax.jit(jaxmoe.moe, static_argnums=2)(params, x, config)
-    np.testing.assert_allclose(y, want_y, rtol=0, atol=1e-6 * float(jnp.abs(want_y).max()))
+    exact, (want_params, want_dx) = gradients(
+        trained, frozen, x, dy, valid, config, Execution(quantize_activations=False)
+    )
+    assert 0 < jnp.abs(y - exact).max() < 0.2 * jnp.abs(exact).max()
     for got, want in zip(jax.tree.leaves((d_params, dx)), jax.tree.leaves((want_params, want_dx)), strict=True):
         scale = float(jnp.abs(want).max())
         assert scale > 0
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * scale)
     # Without the option, differentiating says why it cannot and what to do.
     with pytest.raises(NotImplementedError, match="forward_format"):
-        jax.grad(lambda x: jaxmoe.moe(params, x, config).sum())(x)
+        jax.eval_shape(jax.grad(lambda x: jaxmoe.moe(params, x, config).sum()), x)
 
 
 def test_on_a_mesh():
@@ -141,25 +140,4 @@ def test_refusals():
     config, arrays, x, _ = layer(FP8Block)
     params = make_params(config, **arrays)
     with pytest.raises(NotImplementedError, match="quantised weights have no gradient"):
-        jax.grad(lambda p: jaxmoe.moe(p, x, config, FP8_FORWARD).sum(), allow_int=True)(params)
-
-
-def test_a_step_of_training_lowers_the_loss():
-    """Straight-through gradients train the masters: the FP8 layer's own loss falls by half."""
-    config, arrays, x, _ = layer(bias=False)
-    params, target = make_params(config, **arrays), jnp.sin(3 * x)
-
-    @jax.jit
-    def step(params):
-        def loss(params):
-            return jnp.mean((jaxmoe.moe(params, x, config, FP8_FORWARD) - target) ** 2)
-
-        value, gradient = jax.value_and_grad(loss)(params)
-        return value, jax.tree.map(lambda p, g: p - 2.0 * g, params, gradient)
-
-    losses = []
-    for _ in range(30):
-        value, params = step(params)
-        losses.append(float(value))
-    assert losses[-1] < 0.5 * losses[0]
-    assert dequantize(params.experts.down).dtype == jnp.float32
+        jax.eval_shape(jax.grad(lambda p: jaxmoe.moe(p, x, config, FP8_FORWARD).sum(), allow_int=True), params)
