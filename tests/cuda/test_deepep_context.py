@@ -216,6 +216,7 @@ def test_a_kernel_that_failed_is_explained(gpus):
         with context:
             gpus.driver.standin_fail(b"cuCtxSynchronize", 719, 0)
             raise RuntimeError("boom")
+    assert gpus.calls("cuMemFree_v2") == []  # a lost CUDA context gives nothing back
     gpus.driver.standin_reset()
     with pytest.raises(RuntimeError, match=r"^boom$"), EpContext(mesh_of(1), "d", **SIZES):
         raise RuntimeError("boom")

@@ -53,6 +53,23 @@ def test_an_absent_wheel_says_what_to_install(monkeypatch):
         headers.find_deep_gemm()
 
 
+def test_deep_ep_is_installed_without_its_dependencies(monkeypatch, tmp_path):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    command = r"pip install --no-deps sgl-deep-ep==0\.1\.2\.post1$"
+    monkeypatch.setattr(importlib.metadata, "distribution", absent)
+    with pytest.raises(BackendUnavailable, match=f"are not installed; run: {command}"):
+        headers.find_deep_ep()
+    fake_wheel(monkeypatch, tmp_path, "0.2.0")
+    with pytest.raises(BackendUnavailable, match=rf"sgl-deep-ep is 0\.2\.0.*; run: {command}"):
+        headers.find_deep_ep()
+    (tmp_path / "deep_ep/include").mkdir(parents=True)
+    fake_wheel(monkeypatch, tmp_path, headers.EP_WHEEL_VERSION)
+    with pytest.raises(BackendUnavailable, match=r"are not those of sgl-deep-ep.*--force-reinstall --no-deps"):
+        headers.find_deep_ep()
+
+
 def test_another_version_is_refused(monkeypatch, tmp_path):
     fake_wheel(monkeypatch, tmp_path, "0.2.5")
     with pytest.raises(BackendUnavailable, match=r'is 0\.2\.5.*pip install "sgl-deep-gemm==0\.1\.4\.post1"'):

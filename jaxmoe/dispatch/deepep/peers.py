@@ -165,24 +165,24 @@ class Buffers:
         return None
 
     def close(self) -> None:
-        """Gives everything back; what a failed device cannot give back ends with the process."""
+        """Gives everything back. After a kernel has failed nothing can be: its memory ends with the process."""
         if self._library is not None:
             self._library.erase_peer(self.context)
             self._library = None
-        with contextlib.suppress(RuntimeError):
-            for device in self._own:
-                self._driver.synchronize(device.local_hardware_id)
-        for part, (entries, give) in {
-            "closing": (self._opened, self._driver.close),
-            "freed": ([(d.local_hardware_id, a) for d, a in self._own.items()], self._driver.free),
-        }.items():
-            # A peer may still use what this process exports until it, too, has arrived here.
-            with contextlib.suppress(Exception):
-                self._meeting.wait(part)
-            for ordinal, address in entries:
-                with contextlib.suppress(RuntimeError):
-                    give(ordinal, address)
+        if self.failed() is None:
+            # A peer may still use what this process exports, or write to it, until it has arrived here, too.
+            self._meet("closing")
+            for ordinal, address in self._opened:
+                self._driver.close(ordinal, address)
+            self._meet("freed")
+            for device, address in self._own.items():
+                self._driver.free(device.local_hardware_id, address)
         self._own, self._opened = {}, []
+
+    def _meet(self, point: str) -> None:
+        # Whoever does not come has ended, and uses nothing any more.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._meeting.wait(point)
 
 
 class _Meeting:
