@@ -54,12 +54,16 @@ Status OnlyKernel(const cuda::Driver& driver, cuda::Library library, const std::
   return {};
 }
 
-// The driver answers an index behind the last parameter with an error.
-std::vector<std::size_t> ParamBytes(const cuda::Driver& driver, cuda::Kernel kernel) {
-  std::vector<std::size_t> bytes;
+// The driver answers an index behind the last parameter with "invalid value".
+Status ParamBytes(const cuda::Driver& driver, cuda::Kernel kernel, std::vector<std::size_t>* bytes) {
+  constexpr cuda::Result kInvalidValue = 1;
   std::size_t offset = 0, size = 0;
-  while (driver.KernelGetParamInfo(kernel, bytes.size(), &offset, &size) == 0) bytes.push_back(size);
-  return bytes;
+  for (;;) {
+    auto result = driver.KernelGetParamInfo(kernel, bytes->size(), &offset, &size);
+    if (result == kInvalidValue) return {};
+    if (result != 0) return Internal(driver.Describe("cuKernelGetParamInfo", result));
+    bytes->push_back(size);
+  }
 }
 
 }  // namespace
@@ -123,11 +127,14 @@ Status FindKernel(const cuda::Driver& driver, const std::string& key, const std:
                     "'");
   }
   cuda::Kernel handle = nullptr;
-  if (Status status = OnlyKernel(driver, library, key, &handle); !status.ok()) {
+  std::vector<std::size_t> params;
+  Status status = OnlyKernel(driver, library, key, &handle);
+  if (status.ok()) status = ParamBytes(driver, handle, &params);
+  if (!status.ok()) {
     driver.LibraryUnload(library);
     return status;
   }
-  auto loaded = std::make_unique<LoadedKernel>(driver, handle, ParamBytes(driver, handle));
+  auto loaded = std::make_unique<LoadedKernel>(driver, handle, std::move(params));
   *kernel = loaded.get();
   table.kernels.emplace(key, std::move(loaded));
   return {};

@@ -197,6 +197,7 @@ int cuKernelGetFunction(void** function, Library* kernel) {
   return contexts.empty() ? 201 : Begin("cuKernelGetFunction");
 }
 int cuKernelGetParamInfo(Library* kernel, std::size_t index, std::size_t* offset, std::size_t* size) {
+  if (int result = Begin("cuKernelGetParamInfo"); result != 0) return result;
   if (index >= kernel->params.size()) return 1;
   *offset = 0;
   *size = kernel->params[index];
