@@ -40,11 +40,11 @@ def test_a_few_steps_lower_the_loss_and_all_formats_load(example, script, tmp_pa
 
 
 def test_on_a_mesh_it_is_the_same_run(example):
-    """Batches and experts over devices, FP8 forward: losses, loads and bias of one device, with all balancing."""
+    """Batches and experts over devices: losses, loads and bias of one device, with all balancing."""
     train, meshes = example("train"), example("meshes")
     text, _ = example("corpus").corpus()
-    flags = ["--layers", "2", "--steps", "4", "--batch", "4", "--length", "16"]
-    args = train.parse([*flags, "--forward", "FP8Block"])
+    flags = ["--layers", "2", "--steps", "3", "--batch", "4", "--length", "16"]
+    args = train.parse(flags)
 
     def run(sizes):
         mesh = meshes.make(sizes)
@@ -65,6 +65,12 @@ def test_on_a_mesh_it_is_the_same_run(example):
     # A close choice may turn with the last bit of a logit.
     assert np.abs(found_loads - loads).max() <= 2
     np.testing.assert_allclose(found_bias, bias, rtol=0, atol=2 * 0.003)
+
+
+def test_experts_run_quantised_forward_when_asked(example):
+    train = example("train")
+    model, _ = train.setup(train.parse(["--layers", "1", "--forward", "FP8Block"]), None)
+    assert [block.ffn.execution.forward_format for block in model.blocks] == [jaxmoe.FP8Block]
 
 
 def test_sizes_that_cannot_be_are_refused(example, capsys):
