@@ -22,7 +22,7 @@ def run_kernel(
     """Launches one planned kernel as the custom call ``jaxmoe_<name>``; compiles it now unless the cache has it.
 
     Raises:
-      BackendUnavailable: the cubin is not in the cache and cannot be compiled here; names ``jaxmoe warmup``.
+      BackendUnavailable: the cubin is not in the cache and cannot be compiled here; says how it gets there.
       KernelCompileError, CacheError: from the compiler or the cache.
     """
     return run_kernels([planned], args, results, name=f"jaxmoe_{planned[1].name}")
@@ -51,7 +51,8 @@ def compile_kernels(sources: Sequence[KernelSource]) -> dict[KernelSource, str]:
     try:
         return cubin_cache.ensure(sources)
     except BackendUnavailable as reason:
-        raise BackendUnavailable(
-            f"{reason}; or run `jaxmoe warmup` for {sources[0].arch} on a machine with a compiler and bring its cache "
-            "here"
-        ) from reason
+        how = {
+            "deep_gemm": f"run `jaxmoe warmup` for {sources[0].arch} on a machine with a compiler",
+            "deep_ep": "make the same context on a machine with such GPUs and a compiler",
+        }[sources[0].package]
+        raise BackendUnavailable(f"{reason}; or {how} and bring its cache here") from reason
