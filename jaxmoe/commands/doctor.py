@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmoe import __version__
-from jaxmoe.cuda import arch, cubin_cache, headers, jit
+from jaxmoe.cuda import arch, cubin_cache, driver, headers, jit
 from jaxmoe.errors import BackendUnavailable
 
 _EP = "DeepEP headers"  # only for the deepep transport
@@ -48,6 +48,7 @@ def examine() -> dict[str, Any]:
         "devices": devices,
         "driver": _driver(),
         "toolchain": parts,
+        "apart": _apart(),
         "ffi": _ffi(),
         "cache": _cache(),
     }
@@ -91,6 +92,21 @@ def _driver() -> str | None:
     except OSError:
         return None
     return None if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _apart() -> list[str]:
+    """Pairs of GPUs of which one cannot reach the other's memory; those exchange tokens by XLA's collectives only."""
+    import jax
+
+    try:
+        gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+        pairs = [(a, b) for a in gpus for b in gpus if a.id != b.id]
+        if not pairs:
+            return []
+        reaches = driver.driver().reaches
+        return [f"gpu:{a.id} gpu:{b.id}" for a, b in pairs if not reaches(a.local_hardware_id, b.local_hardware_id)]
+    except RuntimeError:  # no backend, or a driver that refuses; said elsewhere
+        return []
 
 
 def _part(find: Callable[[], headers.Found], verdict: Callable[[headers.Found], str] | None = None) -> dict[str, Any]:
@@ -176,6 +192,9 @@ def _text(report: dict[str, Any]) -> str:
             lines.append(f"{name:<15}{part['version']} ({part['digest'][:12]}){verdict}\n               {part['path']}")
         else:
             lines.append(f"{name:<15}{part['problem']}")
+    if sum(device["platform"] == "gpu" for device in report["devices"]) > 1:
+        apart = ", ".join(report["apart"])
+        lines.append(f"peers      {'no way: ' + apart if apart else 'all GPUs reach each other'}")
     ffi, cache = report["ffi"], report["cache"]
     lines.append(f"launcher   {ffi['path'] if ffi['found'] else ffi['problem']}")
     state = "writable" if cache["writable"] else "not writable"

@@ -17,7 +17,8 @@ def MoE(hidden: int, intermediate: int, num_experts: int, *, name: str | None = 
     ``quantized_params``, the selection bias and the hash table in ``buffers``. Leaves are
     ``linen.LogicallyPartitioned`` with the logical axis names of :data:`jaxmoe.nn.SHARDING`, so that
     ``linen.get_partition_spec`` and ``linen.logical_to_mesh_sharding`` work. The module takes one array by position,
-    x [..., H], and ``token_ids``, ``valid`` and ``routing`` by keyword.
+    x [..., H], and ``token_ids``, ``valid`` and ``routing`` by keyword. With ``nnx_method="with_load"`` it gives y and
+    the load of every expert.
 
     Every ``apply`` draws the module's initial values before it takes the given ones; under ``jax.jit`` they are dead
     code and cost nothing.
@@ -30,6 +31,8 @@ def MoE(hidden: int, intermediate: int, num_experts: int, *, name: str | None = 
       >>> variables = layer.init(jax.random.key(0), jnp.ones((5, 64), jnp.bfloat16))
       >>> jax.jit(layer.apply)(variables, jnp.ones((5, 64), jnp.bfloat16)).shape
       (5, 64)
+      >>> layer.apply(variables, jnp.ones((5, 64), jnp.bfloat16), nnx_method="with_load")[1].sum()
+      Array(10, dtype=int32)
 
     Args:
       hidden, intermediate, num_experts: H, I, E.
