@@ -39,7 +39,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def record(record_property: Callable[[str, object], None]) -> Record:
-    """``record(table, row, column, outcome)`` fills a cell; also across the processes of pytest-xdist."""
+    """``record(table, row, column, outcome)`` fills a cell."""
     return lambda *cell: record_property(_PROPERTY, list(cell))
 
 
