@@ -99,6 +99,7 @@ def measure(config: MoEConfig, tokens: int, execution: Execution | None = None, 
     x = jax.random.normal(jax.random.key(seed + 1), (tokens, config.hidden), jnp.bfloat16)
     layer = jax.jit(functools.partial(moe, config=config, execution=execution))
     memory = layer.lower(params, x).compile().memory_analysis()
+    assert memory is not None
     seconds = timing.seconds(layer, params, x)
     traced = replay = None
     if jax.default_backend() == "gpu":

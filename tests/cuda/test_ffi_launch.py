@@ -165,7 +165,7 @@ PREPARE = (
 def test_a_kernel_whose_parameters_cannot_be_read_is_refused(standin):
     """Without a context, for example; it is not taken for a kernel without parameters."""
     standin.driver.standin_fail(b"cuKernelGetParamInfo", 201, 0)
-    with pytest.raises(RuntimeError, match="cuKernelGetParamInfo.*code 201"):
+    with pytest.raises(RuntimeError, match=r"cuKernelGetParamInfo.*code 201"):
         standin.program([spec_of(standin.cubin())]).launch([(BASE, 1 << 40)])
 
 
