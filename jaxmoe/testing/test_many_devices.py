@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +19,7 @@ from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
 from jaxmoe.quant.formats import BF16, FP8Block
 from jaxmoe.testing.layers import random_layer
 from jaxmoe.testing.oracles import calc_diff
+from jaxmoe.testing.ranks import run_ranks
 
 LAYOUTS = {
     "tokens × experts": ParallelLayout(tokens=PartitionSpec("d"), experts="d"),
@@ -91,21 +90,8 @@ def test_processes(platform: str, record: Record) -> None:
     """A process for each device, which exchange tokens by jax.distributed."""
     count = 2 if platform == "cpu" else min(jax.device_count(), 8)
     record("many devices", "tokens × experts", f"{count} {platform} processes", "ok")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = os.environ | {"JAX_PLATFORMS": platform, "XLA_FLAGS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env = {"JAX_PLATFORMS": platform, "XLA_FLAGS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-m", "jaxmoe.testing.process", str(port), str(count)]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(count)
-    ]
-    try:
-        said = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for rank, text in zip(ranks, said, strict=True):
-        assert rank.returncode == 0 and "equal" in text, text
+    module = ("-m", "jaxmoe.testing.process")
+    for rank in run_ranks(lambda port, rank: (*module, port, count, rank), count, env=env, seconds=SECONDS):
+        assert rank.code == 0 and "equal" in rank.out, rank.out + rank.err

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import socket
-import subprocess
-import sys
+
+from jaxmoe.testing.ranks import run_ranks
 
 SCRIPT = pathlib.Path(__file__).with_name("deepep_handshake.py")
 
 
 def run(standin, tokens: tuple[int, int]) -> list[dict]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = os.environ | {
+    env = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "PYTHONPATH": str(SCRIPT.parents[2]),
         "JAXMOE_LIBCUDA": standin.driver._name,
         "JAXMOE_FFI_LIBRARY": str(standin.library.path),
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(port), str(rank), str(tokens[rank])],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], [err[-2000:] for _, err in said]
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    ranks = run_ranks(lambda port, rank: (SCRIPT, port, rank, tokens[rank]), 2, env=env, seconds=120)
+    assert [rank.code for rank in ranks] == [0, 0], [rank.err[-2000:] for rank in ranks]
+    return [json.loads(rank.out.splitlines()[-1]) for rank in ranks]
 
 
 def test_tables_hold_each_others_buffers(standin):

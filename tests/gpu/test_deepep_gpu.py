@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
-import socket
-import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -30,6 +28,7 @@ from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
 from jaxmoe.quant.formats import BF16, FP8Block, WeightFormat
 from jaxmoe.router import Routing
 from jaxmoe.testing import calc_diff
+from jaxmoe.testing.ranks import Ended, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -248,42 +247,24 @@ def test_ranks_that_share_a_gpu() -> None:
         virtual.check(case, virtual.load_model())
 
 
-def processes(count: int, mode: str, seconds: int) -> list[tuple[int | None, str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = os.environ | {
+def processes(count: int, mode: str, seconds: int) -> list[Ended]:
+    env = {
         "JAXMOE_TEST_GPUS": str(len(jax.devices())),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, str(HERE / "deepep_processes.py"), str(port)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(count), mode],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        said = [rank.communicate(timeout=seconds)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+    script = HERE / "deepep_processes.py"
+    return run_ranks(lambda port, rank: (script, port, rank, count, mode), count, env=env, seconds=seconds)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_give_what_one_device_gives(count: int) -> None:
     """Through handles of the driver; several processes on a GPU take turns."""
-    for code, text in processes(count, "layer", 150):
-        assert code == 0 and "equal 3" in text, text[-4000:]
+    for rank in processes(count, "layer", 150):
+        assert rank.code == 0 and "equal 3" in rank.out, rank.out[-2000:] + rank.err[-4000:]
 
 
 def test_a_rank_that_never_arrives_ends_in_an_error() -> None:
-    (_, text), _ = processes(2, "absent", 90)
+    first, _ = processes(2, "absent", 90)
+    text = first.out + first.err
     assert "EpContext over 'd'" in text and "did not arrive within 3 s" in text, text[-4000:]
