@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.cuda.deepep.sizes import NOTIFY_WARPS, SMEM, Sizes, Wire, combine_width, result_shapes
-from jaxmoe.cuda.deepep.template import barrier_source, combine_source, copy_source, dispatch_source, reduce_source
+from jaxmoe.cuda.deepep.template import combine_source, copy_source, dispatch_source, reduce_source
 from jaxmoe.cuda.launch import Buffer, Integer, LaunchSpec, Param, PeerField, Pointer, Struct
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.errors import ShapeError
@@ -188,20 +188,6 @@ def combine(arch: str, s: Sizes, context: int, tokens: int, *, expand: bool, wei
         _epilogue(reduce_source(arch, s, expand=expand), s, s.reduce_warps, add_up),
     )
     return Call("jaxmoe_deepep_combine", arguments, results, launches)
-
-
-def barrier(arch: str, s: Sizes, context: int) -> Call:
-    """Waits for all ranks; takes and gives nothing."""
-    params = (
-        _comm(s, context),
-        PeerField(context, "window"),
-        PeerField(context, "workspace"),
-        Integer(0),
-        PeerField(context, "rank"),
-    )
-    source = barrier_source(arch, s)
-    spec = LaunchSpec(source.name, source.name, (1, 1, 1), (512, 1, 1), 0, params, cooperative=True)
-    return Call("jaxmoe_deepep_barrier", (), {}, ((source, spec),))
 
 
 class _Places:

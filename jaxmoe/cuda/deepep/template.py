@@ -40,12 +40,6 @@ def reduce_source(arch: str, s: Sizes, *, expand: bool) -> KernelSource:
     return _source("combine_reduce_epilogue", arch, s, (expand, _REDUCE_AT_SENDER, *launch, *sizes))
 
 
-def barrier_source(arch: str, s: Sizes) -> KernelSource:
-    """Waits for all ranks."""
-    threads, sequential = 512, False
-    return _source("barrier", arch, s, (_NVLINK, 1, threads, 1, s.ranks, s.timeout_cycles, sequential))
-
-
 def _source(header: str, arch: str, s: Sizes, args: tuple[int | bool, ...]) -> KernelSource:
     shown = ", ".join(str(a).lower() if isinstance(a, bool) else f"{a}ll" if a >= 2**31 else str(a) for a in args)
     code = (
