@@ -95,7 +95,7 @@ def expanded_experts(ends: Array, alignment: int, rows: int) -> Array:
     starts = jnp.pad(lax.div(ends[:-1] + (alignment - 1), alignment) * alignment, (1, 0))
     row = jnp.arange(rows, dtype=jnp.int32)
     # Of several experts that start at one row, only the last can have rows.
-    owner = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
+    owner = jnp.searchsorted(starts, row, side="right", method="compare_all").astype(jnp.int32) - 1
     return jnp.where(row < ends[owner], owner, -1)
 
 
