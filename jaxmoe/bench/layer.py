@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxmoe.bench import timing
 from jaxmoe.bench.trace import Trace, trace
 from jaxmoe.config import Execution, MoEConfig
-from jaxmoe.layer.layout import expected_rows
+from jaxmoe.layer.layout import tile_rows
 from jaxmoe.layer.params import ExpertWeights, MoEParams, RouterParams, SharedParams
 from jaxmoe.layer.pipeline import moe
 from jaxmoe.layer.plan import Plan, plan
@@ -166,7 +166,7 @@ def _floor(params: MoEParams, x: Array, expected: Plan) -> Floor:
         quant = fmt.activation if execution.quantize_activations else None
         return drawn if quant is None else _quantize(drawn, quant)
 
-    each = expected_rows(tokens, choices, experts)
+    each = tile_rows(execution, tokens * choices, experts)
     gemms = 0.0
     for weight in (params.experts.gate_up, params.experts.down):
         grouped = GroupedRows(

@@ -12,7 +12,7 @@ from jaxmoe.cuda.arch import Arch
 from jaxmoe.cuda.deepgemm.call import GemmCall
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.layer.checks import stored_width
-from jaxmoe.layer.layout import choose_layout, expected_rows
+from jaxmoe.layer.layout import choose_layout, tile_rows
 from jaxmoe.ops.grouped_gemm import row_alignment
 from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call
 from jaxmoe.ops.permute import buffer_rows
@@ -49,13 +49,18 @@ def kernels_for(
             found |= dict.fromkeys(move_source(arch.name, name) for name in moves)
         layout, _ = choose_layout(execution, t, choices, experts, alignment=alignment)
         rows = buffer_rows(layout, t, t * choices, experts, alignment, execution.masked_capacity)
-        expected = expected_rows(t, choices, experts)
-        call = gemm_call(config.weights, layout, arch, alignment=alignment, expected_m=expected)
+        each = tile_rows(execution, t * choices, experts)
+        call = gemm_call(config.weights, layout, arch, alignment=alignment, expected_m=each)
         lead = (experts, rows // experts) if layout == "masked" else (rows,)
         found |= _mlp(call, config.weights, lead, (experts,), (config.hidden, config.intermediate))
         if shared is not None and not shared.fused:
-            call = gemm_call(config.shared_format, "dense", arch)
-            found |= _mlp(call, config.shared_format, (t,), (), (config.hidden, shared.intermediate))
+            sizes = config.hidden, shared.intermediate
+            if execution.deterministic:
+                call = gemm_call(config.shared_format, "psum", arch, alignment=alignment, expected_m=each)
+                found |= _mlp(call, config.shared_format, (round_up(t, alignment),), (1,), sizes)
+            else:
+                call = gemm_call(config.shared_format, "dense", arch)
+                found |= _mlp(call, config.shared_format, (t,), (), sizes)
     return list(found)
 
 

@@ -18,9 +18,9 @@ def choose_layout(
     """The layout of a run, and why in words. Only shapes decide, so that one compile serves every routing.
 
     ``execution.layout`` decides if it is not ``"auto"``, then ``JAXMOE_LAYOUT`` in the environment (read when the
-    program is traced). Otherwise masked for a few rows per expert (decode), as long as its buffer, which grows with
-    experts × tokens, has no more rows than psum's or than ``execution.masked_rows`` allows; psum for all else. Every
-    layout has every activation and every format.
+    program is traced). Otherwise psum in deterministic mode, whatever T; masked for a few rows per expert (decode),
+    as long as its buffer, which grows with experts × tokens, has no more rows than psum's or than
+    ``execution.masked_rows`` allows; psum for all else. Every layout has every activation and every format.
 
     Args:
       tokens: T. choices: experts of one token. experts: groups.
@@ -36,6 +36,8 @@ def choose_layout(
         if asked not in get_args(Layout):
             raise ValueError(f"JAXMOE_LAYOUT is {asked!r}; choose 'auto' or one of {', '.join(get_args(Layout))}")
         return asked, "asked for by JAXMOE_LAYOUT"  # pyright: ignore[reportReturnType]
+    if execution.deterministic:
+        return "psum", "deterministic mode runs the same kernels for every number of tokens"
     each = expected_rows(tokens, choices, experts)
     if each > FEW_ROWS:
         return "psum", f"{each} rows per expert fill their tiles, and experts that follow each other waste no memory"
@@ -53,6 +55,14 @@ def choose_layout(
     )
 
 
+def tile_rows(execution: Execution, choices: int, experts: int) -> int:
+    """Rows per expert that tiles are chosen for: as many as even routing of ``choices`` choices brings, at least 1.
+
+    In deterministic mode always the same, so that no tile, and with it perhaps a rounding, depends on T.
+    """
+    return 128 if execution.deterministic else expected_rows(choices, 1, experts)
+
+
 def expected_rows(tokens: int, choices: int, experts: int) -> int:
-    """Rows per expert that tiles are chosen for: those of even routing, at least 1."""
+    """Rows of an expert under even routing, rounded up, at least 1."""
     return max(-(-tokens * choices // experts), 1)

@@ -16,7 +16,7 @@ from jaxmoe.dispatch.base import Dispatch
 from jaxmoe.dispatch.local import Local
 from jaxmoe.errors import FormatError
 from jaxmoe.layer.checks import check_inputs, check_params
-from jaxmoe.layer.layout import choose_layout, expected_rows
+from jaxmoe.layer.layout import choose_layout, tile_rows
 from jaxmoe.layer.params import ExpertWeights, MoEParams, SharedParams
 from jaxmoe.layer.shared_experts import shared_gate
 from jaxmoe.layer.straight_through import straight_through
@@ -30,8 +30,6 @@ from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 from jaxmoe.router import Routing, append_shared_slots, route
 
 Array = jax.Array
-
-_SHARED_ROWS = 64  # at least the rows of a tile of every kernel between the GEMMs
 
 
 def moe(
@@ -147,21 +145,25 @@ def shared_experts(
         return straight_through(room, execution, (shared, x), valid)
     mlp = shared.experts
     quant = mlp.gate_up.format.activation if execution.quantize_activations else None
-    by_row = _by_row(execution)
+    by_row, dtype, tokens = _by_row(execution), x.dtype, x.shape[0]
+    options: dict[str, Any] = {"out_dtype": dtype, "backend": execution.backend}
+    alignment = execution.row_alignment or row_alignment(execution.backend)
 
     def gemm(rows: Array | QuantizedRows, weight: GroupedWeight, bias: Array | None) -> Array:
-        y = dense_gemm(rows, weight, out_dtype=x.dtype, backend=execution.backend)
-        return y if bias is None else (y.astype(jnp.float32) + bias).astype(x.dtype)
+        if execution.deterministic:  # as one group, for dense kernels choose tiles by T
+            ends = jnp.full(1, tokens, jnp.int32)
+            group = GroupedRows(rows, ends, "psum", alignment)
+            y = grouped_gemm(group, weight, expected_m=tile_rows(execution, tokens, 1), **options)
+        else:
+            y = dense_gemm(rows, weight, **options)
+        return y if bias is None else (y.astype(jnp.float32) + bias).astype(dtype)
 
-    tokens = x.shape[0]
     with jax.named_scope("shared"):
-        if execution.deterministic:  # few rows would take other kernels than many
-            x = jnp.pad(x, [(0, -tokens % _SHARED_ROWS), (0, 0)])
-        rows = x if quant is None else quantize(x, quant, backend=by_row)
+        rows = jnp.pad(x, [(0, -tokens % alignment), (0, 0)]) if execution.deterministic else x
+        rows = rows if quant is None else quantize(rows, quant, backend=by_row)
         h = gemm(rows, mlp.gate_up, mlp.gate_up_bias)
         a = gated_act(h, config.activation, quant=quant, backend=by_row)
         y = gemm(a, mlp.down, mlp.down_bias)[:tokens]
-        x = x[:tokens]
         gate = shared_gate(shared, x, deterministic=execution.deterministic)
         y = y if gate is None else y.astype(jnp.float32) * gate[:, None]
         y = y if valid is None else jnp.where(valid[:, None], y, jnp.zeros((), y.dtype))
@@ -220,7 +222,7 @@ def experts(
     gemm = functools.partial(
         grouped_gemm,
         out_dtype=jnp.bfloat16 if isinstance(given, QuantizedRows) else given.dtype,
-        expected_m=expected_rows(tokens * choices if expected is None else expected, 1, num_experts),
+        expected_m=tile_rows(execution, tokens * choices if expected is None else expected, num_experts),
         backend=execution.backend,
     )
 

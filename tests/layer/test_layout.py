@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from jaxmoe.config import Execution
+from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
+from jaxmoe.cuda.arch import Arch
+from jaxmoe.layer.kernels import kernels_for
 from jaxmoe.layer.layout import choose_layout
 from jaxmoe.ops.permute import buffer_rows
+from jaxmoe.quant.formats import BF16, FP8Block
 
 
 def chosen(tokens: int, choices: int = 8, experts: int = 256, **options: int) -> tuple[str, str]:
@@ -32,6 +35,23 @@ def test_masked_reserves_no_more_rows_than_psum_unless_allowed() -> None:
 def test_a_capacity_too_small_is_psum() -> None:
     layout, why = chosen(100, masked_capacity=99)
     assert layout == "psum" and "99 does not hold 100 tokens" in why
+
+
+def test_deterministic_mode_runs_the_same_kernels_for_every_number_of_tokens() -> None:
+    router = RouterConfig(num_experts=16, top_k=4)
+    for fmt in (BF16, FP8Block):
+        config = MoEConfig(
+            hidden=1024, intermediate=512, router=router, weights=fmt, shared=SharedExperts(intermediate=640)
+        )
+        lists = {
+            on: [
+                set(kernels_for(config, Arch("sm_90a", 132), [t], Execution(deterministic=on)))
+                for t in (1, 7, 64, 129, 512, 700, 8192)
+            ]
+            for on in (True, False)
+        }
+        assert all(kernels == lists[True][0] for kernels in lists[True])
+        assert any(kernels != lists[False][0] for kernels in lists[False])
 
 
 def test_the_environment_decides_where_the_run_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
