@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxmoe.config import Layout
 from jaxmoe.quant.tensors import QuantizedRows
@@ -48,3 +50,20 @@ class GroupedRows:
     def with_rows(self, rows: Array | QuantizedRows) -> GroupedRows:
         """The same grouping over other rows."""
         return dataclasses.replace(self, rows=rows)
+
+
+def psum_starts(ends: Array, alignment: int) -> Array:
+    """First row of each expert of the psum layout, int32 [E], from their ends [E]."""
+    return jnp.pad(lax.div(ends[:-1] + (alignment - 1), alignment) * alignment, (1, 0))
+
+
+def psum_experts(ends: Array, alignment: int, num_rows: int) -> Array:
+    """Expert of each of ``num_rows`` rows of the psum layout, int32 [num_rows], -1 for none.
+
+    For kernels' buffers: a CPU holds a table of rows × experts meanwhile, which the oracle's search does without.
+    """
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    # Of several experts that start at one row, only the last can have rows. Other methods are loops on a GPU, or sort.
+    owner = jnp.searchsorted(psum_starts(ends, alignment), row, side="right", method="compare_all")
+    owner = owner.astype(jnp.int32) - 1
+    return jnp.where(row < ends[owner], owner, -1)

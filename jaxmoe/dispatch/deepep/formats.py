@@ -86,19 +86,6 @@ def received_rows(ranks: Array, rows: int) -> Array:
     return jnp.arange(rows, dtype=jnp.int32) < ranks[-1]
 
 
-def expanded_experts(ends: Array, alignment: int, rows: int) -> Array:
-    """int32 [rows]: the expert of each expanded row, -1 for none.
-
-    Args:
-      ends: int32 [El], end of each expert's real rows, the next starting at a multiple of ``alignment``.
-    """
-    starts = jnp.pad(lax.div(ends[:-1] + (alignment - 1), alignment) * alignment, (1, 0))
-    row = jnp.arange(rows, dtype=jnp.int32)
-    # Of several experts that start at one row, only the last can have rows.
-    owner = jnp.searchsorted(starts, row, side="right", method="compare_all").astype(jnp.int32) - 1
-    return jnp.where(row < ends[owner], owner, -1)
-
-
 def slab_experts(counts: Array, capacity: int) -> Array:
     """int32 [El·capacity, 1]: the expert of each row of a masked slab with ``counts`` [El] real rows each, else -1."""
     expert = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None]

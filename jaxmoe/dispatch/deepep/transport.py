@@ -20,7 +20,7 @@ from jaxmoe.ops.debug import debugging, guarded
 from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.ops.permute import expand_to_masked_slab, masked_slab_to_expand
 from jaxmoe.ops.quantize import quantize
-from jaxmoe.ops.rows import GroupedRows
+from jaxmoe.ops.rows import GroupedRows, psum_experts
 from jaxmoe.quant.tensors import QuantizedRows
 
 Array = jax.Array
@@ -135,7 +135,7 @@ class DeepEP:
                 rows, ids, jnp.where(ids >= 0, out["row_weights"], 0.0), _State(_way(out, real), None, tokens), even
             )
 
-        expert = formats.expanded_experts(out["ends"], s.alignment, s.expanded)[:, None]
+        expert = psum_experts(out["ends"], s.alignment, s.expanded)[:, None]
         weights, way = jnp.where(expert >= 0, out["row_weights"][:, None], 0.0), _way(out, expert[:, 0] >= 0)
         grouped = GroupedRows(rows, out["ends"], "psum", s.alignment)
         if self.format == "v2_psum":

@@ -17,7 +17,7 @@ from jax import lax
 from jaxmoe.ops.grouped_gemm.constants import undifferentiable
 from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.ops.quantize import row_scales
-from jaxmoe.ops.rows import GroupedRows
+from jaxmoe.ops.rows import GroupedRows, psum_starts
 from jaxmoe.quant.codecs import e8m0_to_float
 from jaxmoe.quant.scale_layout import unpack_ue8m0
 from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
@@ -56,8 +56,7 @@ def _segments(rows: GroupedRows, num_experts: int) -> _Segments:
     num_rows = shape[0]
     index = jnp.arange(num_rows, dtype=jnp.int32)
     if rows.layout == "psum":
-        up = lax.div(group + (rows.alignment - 1), rows.alignment) * rows.alignment
-        lo = jnp.concatenate([jnp.zeros(1, jnp.int32), up[:-1]])
+        lo = psum_starts(group, rows.alignment)
         owner = jnp.searchsorted(group, index, side="right", method="sort").astype(jnp.int32)
         inside = (owner < num_experts) & (index >= lo[jnp.minimum(owner, num_experts - 1)])
         return _Segments(jnp.where(inside, owner, -1), lo, jnp.minimum(group, num_rows))

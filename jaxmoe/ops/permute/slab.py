@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxmoe.errors import ShapeError
 from jaxmoe.ops.backend import Backend
 from jaxmoe.ops.permute.api import permute, unpermute
 from jaxmoe.ops.permute.grouping import Grouping, inverse_slots
-from jaxmoe.ops.rows import GroupedRows
+from jaxmoe.ops.rows import GroupedRows, psum_experts, psum_starts
 from jaxmoe.quant.tensors import QuantizedRows
 from jaxmoe.sizes import round_up
 
@@ -36,13 +35,10 @@ def slab_grouping(rows: GroupedRows, capacity: int) -> Grouping:
         raise ShapeError(f"the capacity is {capacity}; it must be at least 1")
     a, m, e = rows.alignment, rows.values.shape[0], rows.group.shape[0]
     capacity = round_up(capacity, a)
-    starts = jnp.pad(lax.div(rows.group[:-1] + (a - 1), a) * a, (1, 0))
+    starts, owner = psum_starts(rows.group, a), psum_experts(rows.group, a, m)
     counts = jnp.minimum(rows.group - starts, capacity)
-    row = jnp.arange(m, dtype=jnp.int32)
-    # The last expert that starts at or before the row: of several that start there, only it can have rows.
-    owner = jnp.searchsorted(starts, row, side="right", method="compare_all").astype(jnp.int32) - 1
-    rank = row - starts[owner]
-    slots = jnp.where(rank < counts[owner], owner * capacity + rank, -1)[:, None]
+    rank = jnp.arange(m, dtype=jnp.int32) - starts[owner]
+    slots = jnp.where((owner >= 0) & (rank < capacity), owner * capacity + rank, -1)[:, None]
     return Grouping(counts, slots, inverse_slots(slots, e * capacity), "masked", a)
 
 
