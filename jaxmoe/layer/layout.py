@@ -38,7 +38,7 @@ def choose_layout(
         return asked, "asked for by JAXMOE_LAYOUT"  # pyright: ignore[reportReturnType]
     if execution.deterministic:
         return "psum", "deterministic mode runs the same kernels for every number of tokens"
-    each = expected_rows(tokens, choices, experts)
+    each = expected_rows(tokens * choices, experts)
     if each > FEW_ROWS:
         return "psum", f"{each} rows per expert fill their tiles, and experts that follow each other waste no memory"
     psum = buffer_rows("psum", tokens, tokens * choices, experts, alignment)
@@ -60,9 +60,9 @@ def tile_rows(execution: Execution, choices: int, experts: int) -> int:
 
     In deterministic mode always the same, so that no tile, and with it perhaps a rounding, depends on T.
     """
-    return 128 if execution.deterministic else expected_rows(choices, 1, experts)
+    return 128 if execution.deterministic else expected_rows(choices, experts)
 
 
-def expected_rows(tokens: int, choices: int, experts: int) -> int:
-    """Rows of an expert under even routing, rounded up, at least 1."""
-    return max(-(-tokens * choices // experts), 1)
+def expected_rows(choices: int, experts: int) -> int:
+    """Rows of an expert under even routing of ``choices`` choices, rounded up, at least 1."""
+    return max(-(-choices // experts), 1)

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxmoe.ops.mosaic import UNIT, Tile
 from jaxmoe.quant.codecs import E4M3_MAX, FLOOR, ue8m0_exponent
 from jaxmoe.quant.formats import ActivationQuant
+from jaxmoe.quant.scale_layout import NEUTRAL_WORD
 from jaxmoe.quant.tensors import QuantizedRows
 
 Array = jax.Array
@@ -32,7 +33,6 @@ Ref = Any
 _FLOOR_BITS = int(np.float32(FLOOR).view(np.int32))
 _F32_MAX_BITS = 0x7F7FFFFF
 _SHIFT = 0x00FFFFFF
-_NEUTRAL_WORD = 0x7F7F7F7F
 
 _EVERYWHERE = plgpu.Layout.TILED(
     plgpu.Tiling(((1,),)), warp_dims=(plgpu.Replicated(4),), lane_dims=(plgpu.Replicated(32),), vector_dim=-1
@@ -123,7 +123,7 @@ def run(op: RowOp, x: Array, valid: Array | None, tile: Tile) -> Array | Quantiz
         return values
     scales = results[1].reshape(*lead, *results[1].shape[1:])
     if ma != m:
-        one = jnp.asarray(1 if quant.scale == "float32" else _NEUTRAL_WORD, dtype=scales.dtype)
+        one = jnp.asarray(1 if quant.scale == "float32" else NEUTRAL_WORD, dtype=scales.dtype)
         scales = scales.at[..., m:].set(one)
     return QuantizedRows(values, scales, quant)
 
@@ -247,7 +247,7 @@ class _Work:
 
     def _store_scale(self, index: Any, scale: Array, keep: Array | None) -> None:
         if keep is not None:
-            neutral = 1.0 if scale.dtype == jnp.float32 else _NEUTRAL_WORD
+            neutral = 1.0 if scale.dtype == jnp.float32 else NEUTRAL_WORD
             scale = jnp.where(keep > 0, scale, jnp.asarray(neutral, dtype=scale.dtype))
         self.outputs[1][self.e, index, self.window] = scale
 
@@ -267,7 +267,7 @@ class _Work:
             byte = group % 4
             word = scale if word is None else word | (scale << (8 * byte))
             if byte == 3 or group == units // 2 - 1:
-                word = word | jnp.int32(_NEUTRAL_WORD & ~((1 << 8 * (byte + 1)) - 1))
+                word = word | jnp.int32(NEUTRAL_WORD & ~((1 << 8 * (byte + 1)) - 1))
                 self._store_scale(lax.div(self.first, 8) + group // 4, word, keep)
                 word = None
 
@@ -302,7 +302,7 @@ class _Work:
             return
         rows = self.layout.reduce(tuple(range(1, len(self.shape))))
         columns = quant.block * (1 if quant.scale == "float32" else 4)
-        dtype, value = (jnp.float32, 1.0) if quant.scale == "float32" else (jnp.int32, _NEUTRAL_WORD)
+        dtype, value = (jnp.float32, 1.0) if quant.scale == "float32" else (jnp.int32, NEUTRAL_WORD)
         neutral = plgpu.layout_cast(jnp.full(self.tile.rows, value, dtype), rows)
         for i in range(-(-units * UNIT // columns)):
             self.outputs[1][self.e, lax.div(self.first * UNIT, columns) + i, self.window] = neutral

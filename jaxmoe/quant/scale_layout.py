@@ -23,6 +23,9 @@ Array = jax.Array
 NEUTRAL_BYTE = 127
 """The e8m0 byte of 1.0."""
 
+NEUTRAL_WORD = NEUTRAL_BYTE * 0x01010101
+"""Four of them, as scales are packed."""
+
 
 def _pad(x: Array, rows: int, groups: int, fill: int | float) -> Array:
     spare = [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, groups - x.shape[-1])]

@@ -20,7 +20,7 @@ from jaxmoe.cuda.launch import Buffer, Integer, LaunchSpec, Pointer
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.errors import BackendUnavailable
 from jaxmoe.quant.formats import ActivationQuant
-from jaxmoe.quant.scale_layout import NEUTRAL_BYTE
+from jaxmoe.quant.scale_layout import NEUTRAL_WORD
 from jaxmoe.quant.tensors import QuantizedRows
 from jaxmoe.sizes import round_up
 
@@ -169,7 +169,7 @@ def plan_copies(
     arguments = [Pointer(Buffer("argument", i), size) for i, size in enumerate(sizes)]
     sizes = (leads * rows * width, 4 * leads * words * out_stride)
     outputs = [Pointer(Buffer("result", i), size) for i, size in enumerate(sizes)]
-    neutral = 0x3F800000 if quant.scale == "float32" else 0x01010101 * NEUTRAL_BYTE
+    neutral = 0x3F800000 if quant.scale == "float32" else NEUTRAL_WORD
     integers = (n, k, width, words, stride, leads, rows, out_stride, staged, fill, neutral)
     spec = LaunchSpec(
         cubin=source.name,

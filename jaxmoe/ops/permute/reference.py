@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmoe.quant.formats import ActivationQuant
-from jaxmoe.quant.scale_layout import NEUTRAL_BYTE
+from jaxmoe.quant.scale_layout import NEUTRAL_WORD
 from jaxmoe.quant.tensors import QuantizedRows
 from jaxmoe.sizes import round_up
 
@@ -62,7 +62,7 @@ def take_scales(scales: Array, quant: ActivationQuant, source: Array, row_shape:
     index = source.reshape(row_shape)
     spare = [(0, 0)] * len(lead) + [(0, round_up(rows, 4) - rows)]
     index = jnp.pad(index, spare, constant_values=-1).reshape(math.prod(lead), round_up(rows, 4))
-    neutral = jnp.asarray(1 if quant.scale == "float32" else NEUTRAL_BYTE * 0x01010101, dtype=scales.dtype)
+    neutral = jnp.asarray(1 if quant.scale == "float32" else NEUTRAL_WORD, dtype=scales.dtype)
     if not scales.shape[1]:
         return jnp.full((*lead, scales.shape[0], index.shape[1]), neutral)
     if source.size >= _MANY_ROWS:
