@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import common
+from jaxmoe.bench import timing
 from jaxmoe.bench.layer import random_params
 from jaxmoe.config import Execution, MoEConfig, RouterConfig
 from jaxmoe.dispatch.all_to_all import AllToAll
@@ -92,7 +92,7 @@ def peer_rate(mesh: Mesh) -> float | None:
     around = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
     x = jax.device_put(jnp.zeros((mesh.size << 8, 1 << 20), jnp.bfloat16), NamedSharding(mesh, P("d")))
     run = jax.jit(on(mesh, lambda x: lax.ppermute(x, "d", around)))
-    return x.nbytes / mesh.size / common.seconds(run, x)
+    return x.nbytes / mesh.size / timing.seconds(run, x)
 
 
 def ragged(mesh: Mesh, tokens: int, data: Data) -> float:
@@ -109,7 +109,7 @@ def ragged(mesh: Mesh, tokens: int, data: Data) -> float:
     def body(rows: jax.Array, *sizes: jax.Array) -> jax.Array:
         return lax.ragged_all_to_all(rows, jnp.zeros_like(rows), *(s[0] for s in sizes), axis_name="d")
 
-    return common.seconds(jax.jit(on(mesh, body)), rows, *arrays)
+    return timing.seconds(jax.jit(on(mesh, body)), rows, *arrays)
 
 
 HEADER = ["", "T", "dispatch us", "both us", "dispatch GB/s", "both GB/s", "of copy"]
@@ -123,7 +123,7 @@ def measure(mesh: Mesh, data: Data, peer: float | None, name: str, transport: Di
     rows = mesh.size * arriving(mesh, transport, data)
     y = jnp.zeros((rows, H), jnp.bfloat16, device=NamedSharding(mesh, P("d")))
     # Enough exchanges in one program that the host's share of a call vanishes.
-    timed = functools.partial(common.kernel_seconds, inner=32 if tokens <= 512 else 4)
+    timed = functools.partial(timing.kernel_seconds, inner=32 if tokens <= 512 else 4)
     there, both = (
         timed(on(mesh, rooms(transport, back=back)), data.x, data.ids, data.weights, y) for back in (False, True)
     )
@@ -165,7 +165,7 @@ def layer(mesh: Mesh, tokens: int, fmt: WeightFormat, experts: int, inter: int) 
     config = MoEConfig(hidden=H, intermediate=inter, router=router, weights=fmt)
     one = dataclasses.replace(config, router=dataclasses.replace(router, num_experts=experts))
     x = jax.random.normal(jax.random.key(2), (mesh.size * tokens, H), jnp.bfloat16)
-    alone = common.seconds(
+    alone = timing.seconds(
         jax.jit(functools.partial(moe, config=one, execution=Execution())), random_params(one), x[:tokens]
     )
     rows = [("one GPU, its own experts only", tokens, alone * 1e6, 1.0)]
@@ -180,7 +180,7 @@ def layer(mesh: Mesh, tokens: int, fmt: WeightFormat, experts: int, inter: int) 
         }
         for name, transport in ways.items():
             run = functools.partial(moe_parallel, config=config, layout=LAYOUT, mesh=mesh, transport=transport)
-            seconds = common.seconds(jax.jit(run), sharded, x)
+            seconds = timing.seconds(jax.jit(run), sharded, x)
             rows.append((f"{mesh.size} GPUs, {name}", tokens, seconds * 1e6, alone / seconds))
     return rows
 
@@ -197,9 +197,9 @@ def main() -> None:
     options = parser.parse_args()
     mesh = Mesh(np.array(jax.devices()[: options.ranks]), "d")
     peer = peer_rate(mesh)
-    print(common.machine())
+    print(timing.machine())
     if peer is None:
-        print(f"one rank: nothing crosses a link; copy inside the GPU {common.copy_rate() / 1e9:.0f} GB/s read + write")
+        print(f"one rank: nothing crosses a link; copy inside the GPU {timing.copy_rate() / 1e9:.0f} GB/s read + write")
     else:
         print(f"copy from GPU to GPU {peer / 1e9:.0f} GB/s one way")
     for what in (functools.partial(kernels, sms=options.sms), collectives):
@@ -208,12 +208,12 @@ def main() -> None:
             for row in what(mesh, make(mesh, tokens), peer):
                 print(*row, file=sys.stderr, flush=True)  # the table follows when all is measured
                 rows.append(row)
-            print(common.table(HEADER, rows), flush=True)
+            print(timing.table(HEADER, rows), flush=True)
     if options.layer:
         for fmt in (BF16, FP8Block):
             for tokens in (options.tokens[0], options.tokens[-1]):
                 rows = layer(mesh, tokens, fmt, options.experts, options.intermediate)
-                print(common.table([fmt.name, "T", "us", "of one GPU"], rows), flush=True)
+                print(timing.table([fmt.name, "T", "us", "of one GPU"], rows), flush=True)
 
 
 if __name__ == "__main__":

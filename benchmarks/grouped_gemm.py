@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import common, peers
+from benchmarks import peers
+from jaxmoe.bench import timing
 from jaxmoe.cuda import cubin_cache, target
 from jaxmoe.ops.grouped_gemm import grouped_gemm
 from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call
@@ -163,7 +164,7 @@ def run_cases(cases: list[Case], deadline: float) -> list[dict[str, Any]]:
         row = dataclasses.asdict(case) | {"layout": layout}
         for fmt, weight in weights[case.sizes].items():
             rows = make_rows(tight, case.counts, layout, fmt)
-            row[fmt.name] = common.kernel_seconds(ours(expected(case)), rows, weight)
+            row[fmt.name] = timing.kernel_seconds(ours(expected(case)), rows, weight)
             row[f"{fmt.name} rate"] = rate(case, weight, row[fmt.name])
         sizes = jnp.asarray(case.counts)
         for peer in (peers.ragged_dot, peers.mosaic, peers.tokamax):
@@ -195,7 +196,7 @@ def against_torch(cases: list[Case]) -> list[dict[str, Any]]:
             same = bool(np.array_equal(mine[valid], peer.bytes_of(out)[valid]))
             # In turns, so that a drift of the clock meets both.
             pairs = [
-                (common.kernel_seconds(run, rows, weight, repeats=1), peer.seconds(call, repeats=1)) for _ in range(7)
+                (timing.kernel_seconds(run, rows, weight, repeats=1), peer.seconds(call, repeats=1)) for _ in range(7)
             ]
             mine_s, torch_s = (float(np.median(column)) for column in zip(*pairs, strict=True))
             row = {"layout": layout, "format": fmt.name, "bit-equal": same, "ours": mine_s, "torch": torch_s}
@@ -222,7 +223,7 @@ def decode_bar() -> dict[str, Any]:
     rows = make_rows(tight, counts, "masked", FP8Block)
     figures = {}
     for name, pdl in (("", False), (" with PDL", True)):
-        seconds = common.kernel_seconds(ours(8, pdl), rows, weight, inner=16, repeats=9)
+        seconds = timing.kernel_seconds(ours(8, pdl), rows, weight, inner=16, repeats=9)
         figures |= {f"us{name}": seconds * 1e6, f"GB/s{name}": weight.nbytes / seconds / 1e9}
     return figures
 
@@ -241,7 +242,7 @@ def host_microseconds() -> dict[str, float]:
 
         return jax.jit(run)
 
-    short, long = (common.seconds(chain(length), x, weight, group) for length in (16, 272))
+    short, long = (timing.seconds(chain(length), x, weight, group) for length in (16, 272))
     return {"us per call": (long - short) / 256 * 1e6}
 
 
@@ -259,12 +260,12 @@ def main() -> None:
     spreads: tuple[Spread, ...] = ("even",) if options.quick else ("even", "skewed")
     cases = [Case(m, g, p, s) for g in options.gemms for m in options.models for p in TOKENS for s in spreads]
     against = [Case("deepseek-v3", g, p, "skewed" if p == "prefill" else "even") for g in GEMMS for p in TOKENS]
-    figures: dict[str, Any] = {"machine": common.machine()}
+    figures: dict[str, Any] = {"machine": timing.machine()}
     print(figures["machine"])
     compile_kernels(cases, [] if options.no_torch else against)
     figures |= {
-        "copy": common.copy_rate(),
-        "matmul": common.matmul_rate(),
+        "copy": timing.copy_rate(),
+        "matmul": timing.matmul_rate(),
         "host": host_microseconds(),
         "decode": decode_bar(),
     }
@@ -291,7 +292,7 @@ def torch_table(rows: list[dict[str, Any]]) -> str:
         (label(r), r["format"], r["layout"], r["bit-equal"], r["ours"] * 1e6, r["torch"] * 1e6, r["torch"] / r["ours"])
         for r in rows
     ]
-    return "\nagainst the torch package sgl-deep-gemm, same buffers\n" + common.table(header, cells)
+    return "\nagainst the torch package sgl-deep-gemm, same buffers\n" + timing.table(header, cells)
 
 
 def peer_table(rows: list[dict[str, Any]]) -> str:
@@ -304,7 +305,7 @@ def peer_table(rows: list[dict[str, Any]]) -> str:
         cells.append(
             (label(r), r["layout"], *ours, *(None if r[name] is None else r[name] / r["BF16"] for name in names))
         )
-    return "\nours, and each JAX peer's bf16 time over ours\n" + common.table(header, cells)
+    return "\nours, and each JAX peer's bf16 time over ours\n" + timing.table(header, cells)
 
 
 def label(row: dict[str, Any]) -> str:

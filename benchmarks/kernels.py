@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import common
+from jaxmoe.bench import timing
 from jaxmoe.config import Activation
 from jaxmoe.ops.gated_act import gated_act
 from jaxmoe.ops.gated_act.pallas import gated_act_kernel
@@ -44,9 +44,9 @@ def name(quant: ActivationQuant | None) -> str:
 def compare(what: str, ours: Callable[..., Any], xla: Callable[..., Any], x: jax.Array, useful: float = 1.0) -> Row:
     """One row; ``useful`` is the share of the bytes that count."""
     nbytes = moved(x, jax.eval_shape(ours, x)) * useful
-    seconds, peer = (common.kernel_seconds(f, x) for f in (ours, xla))
+    seconds, peer = (timing.kernel_seconds(f, x) for f in (ours, xla))
     rate = nbytes / seconds
-    return what, seconds * 1e6, rate / 1e9, rate / common.copy_rate(), peer * 1e6, peer / seconds
+    return what, seconds * 1e6, rate / 1e9, rate / timing.copy_rate(), peer * 1e6, peer / seconds
 
 
 def random(*shape: int) -> jax.Array:
@@ -84,11 +84,11 @@ def tiles() -> list[Row]:
             "silu": (lambda h, t=tile: gated_act_kernel(h, Activation(), F32, None, t), h),
         }
         for what, (f, operand) in runs.items():
-            seconds = common.kernel_seconds(f, operand)
+            seconds = timing.kernel_seconds(f, operand)
             rate = moved(operand, jax.eval_shape(f, operand)) / seconds
             staged = ", staged" if tile.staged else ""
             line = f"{what}, {tile.rows} rows of {tile.units} units{staged}"
-            rows.append((line, seconds * 1e6, rate / 1e9, rate / common.copy_rate()))
+            rows.append((line, seconds * 1e6, rate / 1e9, rate / timing.copy_rate()))
     return rows
 
 
@@ -97,18 +97,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--tiles", action="store_true", help="compare what a warpgroup works on at once instead")
     arguments = parser.parse_args()
-    print(common.machine())
-    print(f"copy rate {common.copy_rate() / 1e9:.0f} GB/s")
+    print(timing.machine())
+    print(f"copy rate {timing.copy_rate() / 1e9:.0f} GB/s")
     header = ["kernel", "us", "GB/s", "of copy"]
     if arguments.tiles:
-        print(common.table(header, tiles()))
+        print(timing.table(header, tiles()))
         return
     rows = [quantize_row(m, k, F32) for m, k in SHAPES]
     rows += [quantize_row(8192, 7168, quant) for quant in (PACKED, MX)]
     rows += [quantize_row(8192, 7168, F32, jnp.float32), masked_row(8192, 7168)]
     rows += [gated_row(m, -(-k // 128) * 128, Activation(), F32) for m, k in SHAPES]
     rows += [gated_row(8192, 7168, a, q) for a in ACTIVATIONS for q in (None, MX)]
-    print(common.table([*header, "XLA us", "XLA / ours"], rows))
+    print(timing.table([*header, "XLA us", "XLA / ours"], rows))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import json
 
 import jax
 
-from benchmarks import common, peers
-from jaxmoe.bench import report
+from benchmarks import peers
+from jaxmoe.bench import report, timing
 from jaxmoe.bench.layer import measure, random_params
 from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
 from jaxmoe.cuda import cubin_cache, target
@@ -45,7 +45,7 @@ def deterministic_cost(config: MoEConfig, tokens: int) -> tuple[float, float]:
     run = [
         jax.jit(functools.partial(moe, config=config, execution=Execution(deterministic=on))) for on in (False, True)
     ]
-    plain, fixed = (common.seconds(f, params, x) for f in run)
+    plain, fixed = (timing.seconds(f, params, x) for f in run)
     return plain, fixed
 
 
@@ -62,8 +62,8 @@ def main() -> None:
     sources = kernels_for(config, target.current(), options.tokens)
     sources += kernels_for(config, target.current(), options.tokens, Execution(layout="psum"))
     cubin_cache.ensure(list(dict.fromkeys(sources)))
-    print(common.machine())
-    print(f"copy rate {common.copy_rate() / 1e9:.0f} GB/s")
+    print(timing.machine())
+    print(f"copy rate {timing.copy_rate() / 1e9:.0f} GB/s")
     figures = []
     for tokens in options.tokens:
         figures.append(measure(config, tokens))

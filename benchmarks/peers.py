@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import kernel_seconds
+from jaxmoe.bench.timing import kernel_seconds
 from jaxmoe.config import MoEConfig
 from jaxmoe.layer.params import MoEParams
 from jaxmoe.router import route

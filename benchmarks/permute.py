@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import common
+from jaxmoe.bench import timing
 from jaxmoe.bench.trace import trace
 from jaxmoe.cuda import target
 from jaxmoe.ops.permute import Grouping, group_tokens, permute, unpermute
@@ -48,7 +48,7 @@ class Case:
     @property
     def seconds(self) -> Callable[..., float]:
         """How to measure: few tokens by the profiler, because the host takes longer than the device."""
-        return common.kernel_seconds if self.n > 1024 else busy
+        return timing.kernel_seconds if self.n > 1024 else busy
 
     def ids(self) -> jax.Array:
         """Distinct experts per token, -1 for those held elsewhere."""
@@ -96,7 +96,7 @@ def moved_by_row(x: QuantizedRows) -> int:
 def line(what: str, nbytes: float, seconds: float, peer: float | None) -> Row:
     """One row of a table."""
     rate = nbytes / seconds
-    ours = (what, seconds * 1e6, rate / 1e9, rate / common.copy_rate())
+    ours = (what, seconds * 1e6, rate / 1e9, rate / timing.copy_rate())
     return (*ours, peer * 1e6, peer / seconds) if peer else ours
 
 
@@ -172,16 +172,16 @@ def main() -> None:
     arguments = parser.parse_args()
     plain, places = ("pallas", "cuda") if arguments.kernels else ("auto", "auto")
     runs = ((None, plain), (F32, "auto"))
-    print(common.machine())
-    print(f"copy rate {common.copy_rate() / 1e9:.0f} GB/s", flush=True)
+    print(timing.machine())
+    print(f"copy rate {timing.copy_rate() / 1e9:.0f} GB/s", flush=True)
     if arguments.tiles:
-        print(common.table(HEADER[:4], [row for case in (CASES[0], CASES[5]) for row in tiles(case)]))
+        print(timing.table(HEADER[:4], [row for case in (CASES[0], CASES[5]) for row in tiles(case)]))
         return
     header = [HEADER[i] for i in (0, 1, 4, 5)]
-    print(common.table(header, [group_row(case, places) for case in CASES]), flush=True)
-    print(common.table(HEADER, [permute_row(case, quant, rows) for case in CASES for quant, rows in runs]), flush=True)
+    print(timing.table(header, [group_row(case, places) for case in CASES]), flush=True)
+    print(timing.table(HEADER, [permute_row(case, quant, rows) for case in CASES for quant, rows in runs]), flush=True)
     lines = [unpermute_row(case, jnp.bfloat16, plain) for case in CASES]
-    print(common.table(HEADER, [*lines, unpermute_row(CASES[0], jnp.float32, plain)]))
+    print(timing.table(HEADER, [*lines, unpermute_row(CASES[0], jnp.float32, plain)]))
 
 
 if __name__ == "__main__":
