@@ -78,7 +78,7 @@ def build(target: str, sources: list[pathlib.Path], *flags: str) -> pathlib.Path
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     assert compiler, "the tests of ffi/ need g++ or clang++"
     command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Wno-unused-parameter", f"-I{ROOT}", *flags]
-    inputs = [*sources, *sorted(ROOT.glob("ffi/*.h"))]
+    inputs = [*sources, *sorted([*ROOT.glob("ffi/*.h"), *ROOT.glob("jaxmoe/cuda/kernels/*.cuh")])]
     digest = hashlib.sha256("\0".join([*command, jax.__version__, *(p.read_text() for p in inputs)]).encode())
     path = ROOT / "build" / "test-ffi" / digest.hexdigest()[:16] / target
     if not path.exists():
@@ -218,8 +218,8 @@ PARAMETER_BYTES = {
     "sm100_tf32_hc_prenorm": (4, 128, 128, 128, 8),
     "sm90_group_tokens": (8, 8, 8, 8, *[4] * 7),
     "sm100_group_tokens": (8, 8, 8, 8, *[4] * 7),
-    "sm90_permute_rows": (*[8] * 6, *[4] * 11),
-    "sm100_permute_rows": (*[8] * 6, *[4] * 11),
+    "sm90_permute_rows": (*[8] * 6, *[4] * 14),
+    "sm100_permute_rows": (*[8] * 6, *[4] * 14),
 }
 """Sizes of the parameters of the kernels, by family."""
 

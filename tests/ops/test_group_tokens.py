@@ -56,11 +56,12 @@ def test_what_is_launched_for_quantised_rows(launches: Any, quant: ActivationQua
     words, stored = x.scales.shape[0], -(-capacity // 4) * 4
     lead = (5,) if layout == "masked" else ()
     assert (rows.values.shape, rows.scales.shape) == ((*lead, capacity, 640), (*lead, words, stored))
-    fill = -(-leads * stored // 128)
+    pulling = -(-words // 4) * -(-leads * stored // 2048)  # blocks of 4 words of 2048 rows
     neutral = 0x3F800000 if quant.scale == "float32" else 0x7F7F7F7F
-    numbers = [1030, 6, 640, words, 1032, leads, capacity, stored, 2, fill, neutral]
+    numbers = [1030, 6, 640, words, 1032, leads, capacity, stored, 2, pulling, 4, 512, 1, neutral]
     assert launch["params"] == [{"ptr": "device"}] * 6 + [{"u32": n} for n in numbers]
-    assert (launch["grid"], launch["block"], launch["dynamic_smem"]) == ([fill + 515, 1, 1], [128, 1, 1], 1280)
+    assert (launch["grid"], launch["block"]) == ([pulling + 515, 1, 1], [256, 1, 1])
+    assert launch["dynamic_smem"] == 4 * 1032 * 4
 
 
 @on_cpu

@@ -109,7 +109,10 @@ def test_lowers_inside_shard_map(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"scale": 1.0, "out_dtype": jnp.dtype(jnp.float32), "columns": COLUMNS}
 
     def there_and_back(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
-        return sum_kernel(copy_kernel(x, slots, source, STAGE), slots, None, x, **options)
+        rows = copy_kernel(x, slots, source, STAGE)
+        y = sum_kernel(rows, slots, None, x, **options)
+        assert jax.typeof(rows).manual_axis_type == jax.typeof(y).manual_axis_type == jax.typeof(x).manual_axis_type
+        return y
 
     cut = jax.sharding.PartitionSpec("x")
     program = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=cut, out_specs=cut))
@@ -167,7 +170,7 @@ def test_permute_on_a_gpu(rng: np.random.Generator, dtype: Any, n: int, k: int, 
 @pytest.mark.parametrize(("layout", "k"), [("psum", 640), ("contiguous", 7168), ("masked", 640)])
 def test_quantised_rows_on_a_gpu(rng: np.random.Generator, quant: ActivationQuant, layout: Any, k: int) -> None:
     """Moving quantised rows and quantising moved rows: the same bits, values and scales, padding scales 1."""
-    for n in (1, 1501):  # one token and two a block
+    for n in (1, 1501, 4099):  # one token, two and four a block
         g = group_tokens(routing(rng, n, 6, 5), 5, layout=layout, alignment=4)
         x = jnp.asarray(rng.normal(size=(n, k)), jnp.bfloat16)
         want = quantize(permute(x, g, backend="reference").values, quant, valid=g.valid)

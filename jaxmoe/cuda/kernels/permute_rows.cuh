@@ -1,77 +1,91 @@
-// Quantised rows and their scales into the grouped buffer: each row is read once and written at every slot of its
-// token; scales of rows without a token become neutral. One launch, nothing shared between blocks, so no order matters.
+// Quantised rows and their scales into the grouped buffer. Nothing is shared between blocks, so no order matters.
+//
+// Rows are pushed: each is read once and written at every slot of its token. Scales are pulled: their words lie in the
+// order of tokens, so that a word pushed to its place touches 32 bytes there, whereas rows that pull, four a thread,
+// write whole lines and read at random from shared memory.
 
-#define SHARED(p) static_cast<unsigned>(__cvta_generic_to_shared(p))
-
-// A copy by the copy engine; the barrier's phase 0 ends when all bytes are there.
-__device__ __forceinline__ void fetch(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;"
-                 :: "r"(SHARED(barrier)) : "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 :: "r"(SHARED(barrier)), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(SHARED(to)), "l"(from), "r"(bytes), "r"(SHARED(barrier)) : "memory");
+// Tokens of the rows column .. column + 3, -1 for none and past the end. at: of the first in source.
+__device__ __forceinline__ int4 four_sources(const int* source, long long at, int column, int rows) {
+    if (at % 4 == 0 && column + 4 <= rows) return *reinterpret_cast<const int4*>(source + at);
+    int4 found;
+    found.x = column < rows ? source[at] : -1;
+    found.y = column + 1 < rows ? source[at + 1] : -1;
+    found.z = column + 2 < rows ? source[at + 2] : -1;
+    found.w = column + 3 < rows ? source[at + 3] : -1;
+    return found;
 }
 
-__device__ __forceinline__ void await(unsigned long long* barrier) {
-    unsigned done = 0;
-    while (!done)
-        asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n\t"
-                     "selp.u32 %0, 1, 0, p;\n\t}" : "=r"(done) : "r"(SHARED(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void store(void* to, const void* from, unsigned bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 :: "l"(to), "r"(SHARED(from)), "r"(bytes) : "memory");
-}
-
-// The stage may be given up only after this.
-__device__ __forceinline__ void await_stores() {
-    asm volatile("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;" ::: "memory");
+// Words first .. first + count - 1 of the scales of four rows after another. table: those words of all tokens.
+__device__ __forceinline__ void pull(const unsigned* table, unsigned long long* arrived,
+                                     const int* __restrict__ source, unsigned* __restrict__ out_scales, int first,
+                                     int count, int begin, int end, int words, int stride, int leads, int rows,
+                                     int out_stride, unsigned neutral) {
+    const int quads = out_stride / 4;
+    const auto lead_of = [&](int i) { return leads == 1 ? 0 : i / quads; };
+    const auto sources = [&](int i) {
+        const int lead = lead_of(i), column = 4 * (i - lead * quads);
+        return four_sources(source, static_cast<long long>(lead) * rows + column, column, rows);
+    };
+    int i = begin + threadIdx.x;
+    int4 next = {-1, -1, -1, -1};
+    if (i < end) next = sources(i);
+    if (arrived) await(arrived);
+    for (; i < end; i += blockDim.x) {
+        const int4 token = next;
+        if (i + blockDim.x < end) next = sources(i + blockDim.x);
+        const int lead = lead_of(i);
+        const unsigned* row = table;
+        unsigned* to = out_scales + (static_cast<long long>(lead) * words + first) * out_stride + 4 * (i - lead * quads);
+        for (int w = 0; w < count; ++w, row += stride, to += out_stride) {
+            uint4 scale;
+            scale.x = token.x < 0 ? neutral : row[token.x];
+            scale.y = token.y < 0 ? neutral : row[token.y];
+            scale.z = token.z < 0 ? neutral : row[token.z];
+            scale.w = token.w < 0 ? neutral : row[token.w];
+            *reinterpret_cast<uint4*>(to) = scale;
+        }
+    }
 }
 
 // x: [tokens, row_bytes], a multiple of 16. scales: [words, stride]. slots: [tokens, choices]. source: [leads, rows].
-// out: [leads, rows, row_bytes]. out_scales: [leads, words, out_stride]. The first `fill` blocks fill padding, the
-// others take `staged` tokens each, at most one a warp; shared memory holds their rows.
-__global__ void jaxmoe_permute_rows(const char* __restrict__ x, const unsigned* __restrict__ scales,
+// out: [leads, rows, row_bytes]. out_scales: [leads, words, out_stride], a multiple of 4. The first `pulling` blocks
+// move scales: `group` words of `chunk` times four rows each, from shared memory where `shared` says so, for which
+// stride is a multiple of 4. The others move `staged` tokens each, at most one a warp, through shared memory.
+__global__ void __launch_bounds__(256, 6) jaxmoe_permute_rows(const char* __restrict__ x, const unsigned* __restrict__ scales,
                                     const int* __restrict__ slots, const int* __restrict__ source,
                                     char* __restrict__ out, unsigned* __restrict__ out_scales, int tokens, int choices,
                                     int row_bytes, int words, int stride, int leads, int rows, int out_stride,
-                                    int staged, int fill, unsigned neutral) {
+                                    int staged, int pulling, int group, int chunk, int shared, unsigned neutral) {
     extern __shared__ __align__(128) char stage[];
     __shared__ unsigned long long arrived[32];
-    if (blockIdx.x < fill) {
-        const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-        const long long lead = i / out_stride, column = i % out_stride;
-        if (lead >= leads || (column < rows && source[lead * rows + column] >= 0)) return;
-        for (int w = 0; w < words; ++w) out_scales[(lead * words + w) * out_stride + column] = neutral;
+    if (blockIdx.x < pulling) {
+        const int groups = (words + group - 1) / group, first = blockIdx.x % groups * group;
+        const int count = min(group, words - first), begin = blockIdx.x / groups * chunk;
+        const int end = min(begin + chunk, leads * (out_stride / 4));
+        const unsigned* table = scales + static_cast<long long>(first) * stride;
+        if (shared) {
+            if (threadIdx.x == 0) fetch(stage, table, 4u * count * stride, arrived);
+            __syncthreads();
+            pull(reinterpret_cast<const unsigned*>(stage), arrived, source, out_scales, first, count, begin, end,
+                 words, stride, leads, rows, out_stride, neutral);
+        } else {
+            pull(table, nullptr, source, out_scales, first, count, begin, end, words, stride, leads, rows, out_stride,
+                 neutral);
+        }
         return;
     }
-    const int first = (blockIdx.x - fill) * staged, count = min(staged, tokens - first);
-    const int warp = threadIdx.x / 32;
-    const int* mine = slots + static_cast<long long>(first + warp) * choices;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int token = (blockIdx.x - pulling) * staged + warp;
+    if (warp >= staged || token >= tokens) return;
+    const int* mine = slots + static_cast<long long>(token) * choices;
     bool wanted = false;
-    if (threadIdx.x % 32 == 0 && warp < count) {
-        for (int k = 0; k < choices; ++k) wanted |= mine[k] >= 0;
-        if (wanted)
-            fetch(stage + warp * row_bytes, x + static_cast<long long>(first + warp) * row_bytes, row_bytes,
-                  &arrived[warp]);
-    }
-    for (int i = threadIdx.x; i < words * count; i += blockDim.x) {
-        const int word = i / count, token = first + i % count;
-        const unsigned scale = scales[static_cast<long long>(word) * stride + token];
-        for (int k = 0; k < choices; ++k) {
-            const int slot = slots[static_cast<long long>(token) * choices + k];
-            if (slot < 0) continue;
-            const int lead = leads == 1 ? 0 : slot / rows;
-            out_scales[(static_cast<long long>(lead) * words + word) * out_stride + (slot - lead * rows)] = scale;
-        }
-    }
-    if (wanted) {
-        await(&arrived[warp]);
-        for (int k = 0; k < choices; ++k)
-            if (mine[k] >= 0)
-                store(out + static_cast<long long>(mine[k]) * row_bytes, stage + warp * row_bytes, row_bytes);
-        await_stores();
-    }
+    for (int k = lane; k < choices; k += 32) wanted |= mine[k] >= 0;
+    if (!__any_sync(0xFFFFFFFF, wanted)) return;
+    char* row = stage + warp * row_bytes;
+    if (lane == 0) fetch(row, x + static_cast<long long>(token) * row_bytes, row_bytes, &arrived[warp]);
+    __syncwarp();
+    await(&arrived[warp]);
+    for (int k = lane; k < choices; k += 32)
+        if (mine[k] >= 0) store(out + static_cast<long long>(mine[k]) * row_bytes, row, row_bytes);
+    await_stores();
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +30,10 @@ Array = jax.Array
 Name = Literal["group_tokens", "permute_rows"]
 
 _LAYOUTS: tuple[Layout, ...] = ("psum", "contiguous", "masked")
-STAGED = 2
-"""Tokens of a block of the copying kernel, where there are enough for all SMs."""
-
-_THREADS = 128
+_FILES = {"group_tokens": ("group_tokens",), "permute_rows": ("copy_engine", "permute_rows")}
+_THREADS = 256  # of a block that copies rows; its code has the number too
+_PULLING = 384  # blocks that move scales, about three for each SM
+_STAGE = 100 * 1024  # two blocks on an SM
 _MOST_ROWS = 2**30  # its sums stay in 32 bits
 _MOST_EXPERTS = 8192  # 32 KB of counts, which every kernel may have
 
@@ -39,7 +41,8 @@ _MOST_EXPERTS = 8192  # 32 KB of counts, which every kernel may have
 @functools.cache
 def kernel_source(arch: str, name: Name = "group_tokens") -> KernelSource:
     """What to compile for ``arch``; one kernel serves all sizes and layouts."""
-    code = (Path(jaxmoe.cuda.__file__).parent / "kernels" / f"{name}.cuh").read_text(encoding="utf-8")
+    folder = Path(jaxmoe.cuda.__file__).parent / "kernels"
+    code = "\n".join((folder / f"{file}.cuh").read_text(encoding="utf-8") for file in _FILES[name])
     return KernelSource(f"sm{arch[3:-1]}_{name}", arch, code)
 
 
@@ -105,6 +108,37 @@ def plan_places(
     return source, spec
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """What the blocks of the kernel that copies quantised rows work on.
+
+    Attributes:
+      staged: tokens that a block moves the values of, at most 8, one a warp.
+      words: of the scales of a row that a block moves.
+      quads: how many times four rows a block moves the scales of.
+      shared: whether it reads scales from shared memory, where it puts its words of all tokens first.
+    """
+
+    staged: int
+    words: int
+    quads: int
+    shared: bool
+
+
+def choose_tiles(tokens: int, width: int, scales: tuple[int, ...], row_shape: tuple[int, ...]) -> Tiles:
+    """Tiles that keep all SMs busy; a block reads no more scales than it writes.
+
+    Args:
+      tokens, width: of the values. scales: shape of their scales. row_shape: leading shape of the buffer.
+    """
+    staged = min(1 if tokens < 1024 else 2 if tokens < 4096 else 4, max(65536 // width, 1))
+    (total, stride), (*lead, rows) = scales, row_shape
+    words = min(max(8192 // stride, 1), 4)
+    shared = stride % 4 == 0 and 4 * stride * words <= _STAGE
+    quads = -(-math.prod(lead) * round_up(rows, 4) * -(-total // words) // (4 * _PULLING))
+    return Tiles(staged, words, round_up(max(quads, stride // 4 if shared else 1), _THREADS), shared)
+
+
 def copy_quantized(x: QuantizedRows, slots: Array, source: Array, row_shape: tuple[int, ...]) -> QuantizedRows:
     """See :func:`jaxmoe.ops.permute.reference.copy_quantized`.
 
@@ -112,33 +146,46 @@ def copy_quantized(x: QuantizedRows, slots: Array, source: Array, row_shape: tup
       BackendUnavailable: no GPU with kernels, no launcher or compiler, nothing to move, or very long rows.
     """
     arch = _require_launcher()
-    width = x.values.shape[1]
+    n, width = x.values.shape
     if not slots.size or not source.size or width > 65536 or max(slots.size, source.size) > _MOST_ROWS:
         raise BackendUnavailable(
             f"rows {list(x.values.shape)} and places {list(slots.shape)} of {source.size}: the kernel moves 1 to "
             f"{_MOST_ROWS} rows of at most 65536 columns; use backend='reference'"
         )
-    staged = STAGED if x.values.shape[0] >= 1024 and width <= 32768 else 1
-    values, scales = copy_quantized_kernel(arch, row_shape, x.quant, staged)(x.values, x.scales, slots, source)
+    tiles = choose_tiles(n, width, x.scales.shape, row_shape)
+    values, scales = copy_quantized_kernel(arch, row_shape, x.quant, tiles)(x.values, x.scales, slots, source)
     return QuantizedRows(values.reshape(*row_shape, width), scales, x.quant)
 
 
 @functools.cache
 def copy_quantized_kernel(
-    arch: str, row_shape: tuple[int, ...], quant: ActivationQuant, staged: int
+    arch: str, row_shape: tuple[int, ...], quant: ActivationQuant, tiles: Tiles
 ) -> Callable[..., tuple[Array, Array]]:
-    """The kernel with ``staged`` tokens a block: ``f(values, scales, slots, source)`` is values [M, Kp] and scales."""
+    """The kernel with tiles of one's choice: ``f(values, scales, slots, source)`` is values [M, Kp] and scales."""
 
     def run(values: Array, scales: Array, slots: Array, source: Array) -> tuple[Array, ...]:
-        planned = plan_copies(arch, slots.shape, values.shape[1], scales.shape, row_shape, quant, staged)
-        lead, rows = row_shape[:-1], row_shape[-1]
-        results = [
-            jax.ShapeDtypeStruct((source.shape[0], values.shape[1]), values.dtype),
-            jax.ShapeDtypeStruct((*lead, scales.shape[0], round_up(rows, 4)), scales.dtype),
-        ]
+        planned = plan_copies(arch, slots.shape, values.shape[1], scales.shape, row_shape, quant, tiles)
+        results = [jax.ShapeDtypeStruct((source.shape[0], values.shape[1]), values.dtype), _scales(scales, row_shape)]
         return run_kernel(planned, [values, scales, slots, source], results)
 
     return sequential_vmap(run)
+
+
+@functools.cache
+def copy_scales_kernel(
+    arch: str, row_shape: tuple[int, ...], quant: ActivationQuant, tiles: Tiles
+) -> Callable[..., Array]:
+    """The kernel's blocks that move scales, alone: ``f(scales, source)``, as ``reference.take_scales``."""
+
+    def run(scales: Array, source: Array) -> Array:
+        planned = plan_copies(arch, (0, 0), 0, scales.shape, row_shape, quant, tiles)
+        return run_kernel(planned, [scales, source], [_scales(scales, row_shape)])[0]
+
+    return sequential_vmap(run)
+
+
+def _scales(like: Array, row_shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*row_shape[:-1], like.shape[0], round_up(row_shape[-1], 4)), like.dtype)
 
 
 def plan_copies(
@@ -148,35 +195,40 @@ def plan_copies(
     scales: tuple[int, ...],
     row_shape: tuple[int, ...],
     quant: ActivationQuant,
-    staged: int,
+    tiles: Tiles,
 ) -> tuple[KernelSource, LaunchSpec]:
     """Source and launch; arguments values, scales, slots, source, results values, scales.
 
     Args:
       arch: what to compile for.
       shape: of the slots.
-      width: of the values.
+      width: of the values. 0 for the scales alone: arguments scales, source, result scales.
       scales: shape of the scales of what is moved.
       row_shape: leading shape of the buffer.
       quant: kind of scales.
-      staged: tokens of a block, at most 4.
+      tiles: see :func:`choose_tiles`.
     """
     source, (n, k), (words, stride) = kernel_source(arch, "permute_rows"), shape, scales
     *lead, rows = row_shape
     leads, out_stride = math.prod(lead), round_up(rows, 4)
-    fill = -(-leads * out_stride // _THREADS)
-    sizes = (n * width, 4 * words * stride, 4 * n * k, 4 * leads * rows)
-    arguments = [Pointer(Buffer("argument", i), size) for i, size in enumerate(sizes)]
-    sizes = (leads * rows * width, 4 * leads * words * out_stride)
-    outputs = [Pointer(Buffer("result", i), size) for i, size in enumerate(sizes)]
+    pulling = -(-words // tiles.words) * -(-leads * out_stride // (4 * tiles.quads))
+    arguments = _pointers("argument", n * width, 4 * words * stride, 4 * n * k, 4 * leads * rows)
+    results = _pointers("result", leads * rows * width, 4 * leads * words * out_stride)
     neutral = 0x3F800000 if quant.scale == "float32" else NEUTRAL_WORD
-    integers = (n, k, width, words, stride, leads, rows, out_stride, staged, fill, neutral)
+    integers = (n, k, width, words, stride, leads, rows, out_stride)
+    integers += (tiles.staged, pulling, tiles.words, tiles.quads, int(tiles.shared), neutral)
     spec = LaunchSpec(
         cubin=source.name,
         name=source.name,
-        grid=(fill + -(-n // staged), 1, 1),
+        grid=(pulling + -(-n // tiles.staged), 1, 1),
         block=(_THREADS, 1, 1),
-        dynamic_smem=staged * width,
-        params=(*arguments, *outputs, *map(Integer, integers)),
+        dynamic_smem=max(tiles.staged * width, 4 * tiles.words * stride if tiles.shared else 0),
+        params=(*arguments, *results, *map(Integer, integers)),
     )
     return source, spec
+
+
+def _pointers(kind: Literal["argument", "result"], *sizes: int) -> list[Pointer]:
+    """Pointers to buffers in order, null for those of no bytes, which are not there."""
+    index = itertools.count()
+    return [Pointer(Buffer(kind, next(index)), size) if size else Pointer(None) for size in sizes]
