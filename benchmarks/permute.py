@@ -1,9 +1,10 @@
 """Rows into expert order and back, beside XLA's fusions of the reference and the copy rate, on one GPU, in one run.
 
-    python -m benchmarks.permute [--tiles | --kernels]
+    python -m benchmarks.permute [--tiles | --ways | --kernels]
 
 Bytes are those that must move: permute reads every token that has a choice once and writes every real row once;
-unpermute reads every real row once and writes every token once. Padding rows do not count.
+unpermute reads every real row once and writes every token once. Padding rows do not count, but for scales that are
+moved alone: theirs are written, as 1, and the token of every row is read.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from jaxmoe.bench import timing
 from jaxmoe.bench.trace import trace
 from jaxmoe.cuda import target
 from jaxmoe.ops.permute import Grouping, group_tokens, permute, unpermute
-from jaxmoe.ops.permute.cuda import copy_quantized_kernel
-from jaxmoe.ops.permute.pallas import copy_kernel, sum_kernel
+from jaxmoe.ops.permute.cuda import Tiles, choose_tiles, copy_quantized_kernel, copy_scales_kernel
+from jaxmoe.ops.permute.pallas import STAGE, copy_kernel, sum_kernel
+from jaxmoe.ops.permute.reference import take_scales
 from jaxmoe.ops.quantize import quantize
 from jaxmoe.quant.formats import ActivationQuant
 from jaxmoe.quant.tensors import QuantizedRows
@@ -136,6 +138,49 @@ def group_row(case: Case, backend: str) -> Row:
     return f"group {case}", seconds * 1e6, peer * 1e6, peer / seconds
 
 
+def scales_row(case: Case) -> Row:
+    """Scales of e4m3 rows alone."""
+    g, (tokens, _) = case.grouping(), case.rows()
+    q = jax.jit(lambda x: quantize(x, F32))(random(case.n, case.w))
+    words, t = q.scales.shape[0], choose_tiles(q.values.shape, q.scales.shape, g.row_shape)
+    move = copy_scales_kernel(target.current().name, g.row_shape, F32, t)
+    ours = lambda scales, g: move(scales, g.source)  # noqa: E731
+    xla = lambda scales, g: take_scales(scales, F32, g.source, g.row_shape)  # noqa: E731
+    times = [case.seconds(f, q.scales, g) for f in (ours, xla)]
+    return line(f"scales {case}", 4 * (words * tokens + (words + 1) * g.source.size), *times)
+
+
+def ways(tokens: int, w: int = 7168) -> Row:
+    """µs of e4m3 rows with scales: one launch; values by Pallas, scales by a launch or XLA. The best, of copy rate."""
+    case, arch = Case(tokens, w), target.current().name
+    g, (tokens, real) = case.grouping(), case.rows()
+    q = jax.jit(lambda x: quantize(x, F32))(random(case.n, w))
+    t = choose_tiles(q.values.shape, q.scales.shape, g.row_shape)
+    move, scales = (make(arch, g.row_shape, F32, t) for make in (copy_quantized_kernel, copy_scales_kernel))
+
+    def two(scales_by: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda q, g: (copy_kernel(q.values, g.slots, g.source, STAGE), scales_by(q.scales, g))
+
+    runs = (
+        lambda q, g: move(q.values, q.scales, g.slots, g.source),
+        two(lambda s, g: scales(s, g.source)),
+        two(lambda s, g: take_scales(s, F32, g.source, g.row_shape)),
+    )
+    times = [timing.kernel_seconds(f, q, g, inner=4 if case.n > 1024 else 32) for f in runs]
+    rate = (tokens + real) * moved_by_row(q) / min(times) / timing.copy_rate()
+    return (str(case), *(1e6 * seconds for seconds in times), rate)
+
+
+def quantised_tiles(q: QuantizedRows, g: Grouping) -> list[Tiles]:
+    """The chosen tiles, and those with one thing changed."""
+    best = choose_tiles(q.values.shape, q.scales.shape, g.row_shape)
+    changes: list[dict[str, Any]] = [{"staged": n} for n in (1, 2, 4, 8)]
+    changes += [{"words": n} for n in (1, 2, 4)]
+    changes += [{"quads": n} for n in (256, best.quads // 2 // 256 * 256, 2 * best.quads) if n]
+    changes += [{"shared": False}]
+    return list(dict.fromkeys([best, *(dataclasses.replace(best, **change) for change in changes)]))
+
+
 def tiles(case: Case) -> list[Row]:
     """What blocks of the kernels take at once."""
     g, (tokens, real) = case.grouping(), case.rows()
@@ -148,11 +193,11 @@ def tiles(case: Case) -> list[Row]:
     for stage in (7168, 14336, 28672, 57344):
         push = lambda x, g, stage=stage: copy_kernel(x, g.slots, g.source, stage)  # noqa: E731
         runs.append((f"rows of {stage} bytes a block", push, x, nbytes))
-    for staged in (1, 2, 4):
-        push = copy_quantized_kernel(arch, g.row_shape, F32, staged)
+    for t in quantised_tiles(q, g):
+        push = copy_quantized_kernel(arch, g.row_shape, F32, t)
         quantised = lambda q, g, push=push: push(q.values, q.scales, g.slots, g.source)  # noqa: E731
-        nbytes = (tokens + real) * moved_by_row(q)
-        runs.append((f"quantised rows, {staged} tokens a block", quantised, q, nbytes))
+        what = f"{t.staged} tokens, {t.words} words of {4 * t.quads} rows a block{'' if t.shared else ', not shared'}"
+        runs.append((f"quantised rows, {what}", quantised, q, (tokens + real) * moved_by_row(q)))
     rows, weights = random(g.source.shape[0], case.w), random(case.n, case.k, jnp.float32)
     for columns in (256, 512, 1024):
         options = {"scale": 1.0, "out_dtype": jnp.dtype(jnp.bfloat16), "columns": columns}
@@ -168,6 +213,7 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--tiles", action="store_true", help="compare what a block works on at once instead")
+    parser.add_argument("--ways", action="store_true", help="compare the ways to move quantised rows instead")
     parser.add_argument("--kernels", action="store_true", help="never the reference, also where 'auto' takes it")
     arguments = parser.parse_args()
     plain, places = ("pallas", "cuda") if arguments.kernels else ("auto", "auto")
@@ -177,9 +223,15 @@ def main() -> None:
     if arguments.tiles:
         print(timing.table(HEADER[:4], [row for case in (CASES[0], CASES[5]) for row in tiles(case)]))
         return
+    if arguments.ways:
+        header = ["e4m3 with scales, us", "one launch", "Pallas + launch", "Pallas + XLA", "best of copy"]
+        for tokens in (16384, 8192, 4096, 2048, 1024, 512, 256, 128, 16, 1):
+            print(timing.table(header, [ways(tokens)]), flush=True)
+        return
     header = [HEADER[i] for i in (0, 1, 4, 5)]
     print(timing.table(header, [group_row(case, places) for case in CASES]), flush=True)
     print(timing.table(HEADER, [permute_row(case, quant, rows) for case in CASES for quant, rows in runs]), flush=True)
+    print(timing.table(HEADER, [scales_row(case) for case in CASES]), flush=True)
     lines = [unpermute_row(case, jnp.bfloat16, plain) for case in CASES]
     print(timing.table(HEADER, [*lines, unpermute_row(CASES[0], jnp.float32, plain)]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,10 +13,13 @@ import pytest
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxmoe.cuda import target
 from jaxmoe.errors import BackendUnavailable
 from jaxmoe.ops.mosaic import LOWERS
 from jaxmoe.ops.permute import group_tokens, permute, reference, unpermute
+from jaxmoe.ops.permute.cuda import choose_tiles, copy_scales_kernel
 from jaxmoe.ops.permute.pallas import COLUMNS, STAGE, copy_kernel, sum_kernel
+from jaxmoe.ops.permute.reference import take_scales
 from jaxmoe.ops.quantize import quantize
 from jaxmoe.quant.formats import ActivationQuant
 
@@ -179,6 +184,22 @@ def test_quantised_rows_on_a_gpu(rng: np.random.Generator, quant: ActivationQuan
             got = permute(quantize(x, quant), g, backend=backend).rows
             np.testing.assert_array_equal(*(np.asarray(r.values.astype(jnp.float32))[valid] for r in (got, want)))
             np.testing.assert_array_equal(np.asarray(got.scales), np.asarray(want.scales))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant", QUANTS[:2], ids=str)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("n", "row_shape"), [(1, (7,)), (1501, (9001,)), (8192, (70000,)), (300, (5, 1203))])
+def test_scales_alone_on_a_gpu(
+    rng: np.random.Generator, quant: ActivationQuant, shared: bool, n: int, row_shape: tuple[int, ...]
+) -> None:
+    bits = jnp.asarray(rng.integers(1, 1 << 30, (7, -(-n // 4) * 4)), jnp.int32)
+    scales = bits if quant.scale != "float32" else jax.lax.bitcast_convert_type(bits, jnp.float32)
+    source = jnp.asarray(rng.integers(-1, n, math.prod(row_shape)), jnp.int32)
+    tiles = dataclasses.replace(choose_tiles((n, 640), scales.shape, row_shape), shared=shared)
+    got = jax.jit(copy_scales_kernel(target.current().name, row_shape, quant, tiles))(scales, source)
+    want = take_scales(scales, quant, source, row_shape)
+    np.testing.assert_array_equal(*(np.asarray(a).view(np.int32) for a in (got, want)))
 
 
 @pytest.mark.gpu

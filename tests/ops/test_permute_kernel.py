@@ -95,7 +95,7 @@ def test_gives_the_bits_of_the_reference(
     scales = words_of.view(np.float32) if quant is F32 else words_of
     want = reference.take_scales(jnp.asarray(scales), quant, g.source, g.row_shape)
 
-    chosen = dataclasses.replace(choose_tiles(n, width, scales.shape, g.row_shape), **tiles)
+    chosen = dataclasses.replace(choose_tiles(values.shape, scales.shape, g.row_shape), **tiles)
     slots, source = np.asarray(g.slots), np.asarray(g.source)
     rows, moved, alone = Guarded(source.size * width), Guarded(want.nbytes), Guarded(want.nbytes)
     _, spec = plan_copies("sm_90a", slots.shape, width, scales.shape, g.row_shape, quant, chosen)
@@ -115,7 +115,7 @@ def test_words_that_the_copy_engine_cannot_fetch(rng: np.random.Generator, run: 
     """Scales taken out of a slab may have a row of any length."""
     scales = rng.integers(1, 1 << 30, (3, stride), np.int32).view(np.float32)
     source = rng.integers(-1, stride, 4103).astype(np.int32)
-    tiles = choose_tiles(stride, 384, scales.shape, source.shape)
+    tiles = choose_tiles((stride, 384), scales.shape, source.shape)
     assert not tiles.shared
     _, spec = plan_copies("sm_90a", (0, 0), 0, scales.shape, source.shape, F32, tiles)
     want = reference.take_scales(jnp.asarray(scales), F32, jnp.asarray(source), source.shape)
@@ -135,5 +135,5 @@ def test_words_that_the_copy_engine_cannot_fetch(rng: np.random.Generator, run: 
     ],
 )
 def test_tiles(tokens: int, rows: int, tiles: Tiles) -> None:
-    assert choose_tiles(tokens, 7168, (56, -(-tokens // 4) * 4), (rows,)) == tiles
-    assert choose_tiles(tokens, 65536, (512, -(-tokens // 4) * 4), (rows,)).staged == 1
+    assert choose_tiles((tokens, 7168), (56, -(-tokens // 4) * 4), (rows,)) == tiles
+    assert choose_tiles((tokens, 65536), (512, -(-tokens // 4) * 4), (rows,)).staged == 1

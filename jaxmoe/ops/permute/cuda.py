@@ -125,14 +125,14 @@ class Tiles:
     shared: bool
 
 
-def choose_tiles(tokens: int, width: int, scales: tuple[int, ...], row_shape: tuple[int, ...]) -> Tiles:
+def choose_tiles(values: tuple[int, ...], scales: tuple[int, ...], row_shape: tuple[int, ...]) -> Tiles:
     """Tiles that keep all SMs busy; a block reads no more scales than it writes.
 
     Args:
-      tokens, width: of the values. scales: shape of their scales. row_shape: leading shape of the buffer.
+      values, scales: shapes of what is moved. row_shape: leading shape of the buffer.
     """
+    (tokens, width), (total, stride), (*lead, rows) = values, scales, row_shape
     staged = min(1 if tokens < 1024 else 2 if tokens < 4096 else 4, max(65536 // width, 1))
-    (total, stride), (*lead, rows) = scales, row_shape
     words = min(max(8192 // stride, 1), 4)
     shared = stride % 4 == 0 and 4 * stride * words <= _STAGE
     quads = -(-math.prod(lead) * round_up(rows, 4) * -(-total // words) // (4 * _PULLING))
@@ -146,13 +146,13 @@ def copy_quantized(x: QuantizedRows, slots: Array, source: Array, row_shape: tup
       BackendUnavailable: no GPU with kernels, no launcher or compiler, nothing to move, or very long rows.
     """
     arch = _require_launcher()
-    n, width = x.values.shape
+    width = x.values.shape[1]
     if not slots.size or not source.size or width > 65536 or max(slots.size, source.size) > _MOST_ROWS:
         raise BackendUnavailable(
             f"rows {list(x.values.shape)} and places {list(slots.shape)} of {source.size}: the kernel moves 1 to "
             f"{_MOST_ROWS} rows of at most 65536 columns; use backend='reference'"
         )
-    tiles = choose_tiles(n, width, x.scales.shape, row_shape)
+    tiles = choose_tiles(x.values.shape, x.scales.shape, row_shape)
     values, scales = copy_quantized_kernel(arch, row_shape, x.quant, tiles)(x.values, x.scales, slots, source)
     return QuantizedRows(values.reshape(*row_shape, width), scales, x.quant)
 
