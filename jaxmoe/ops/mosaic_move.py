@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.ops.mosaic import UNIT
 
 Array = jax.Array
@@ -46,6 +47,7 @@ def scatter(x: Array, slots: Array, num_rows: int, stage: int) -> Array:
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )(slots, x.reshape(n, *view))
+    out, *_ = vary_together(out, slots, x)  # Pallas loses what their types say of mesh axes
     return out.reshape(num_rows, w)
 
 

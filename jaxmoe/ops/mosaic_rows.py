@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.ops.mosaic import UNIT, Tile
 from jaxmoe.quant.codecs import E4M3_MAX, FLOOR, ue8m0_exponent
 from jaxmoe.quant.formats import ActivationQuant
@@ -118,6 +119,7 @@ def run(op: RowOp, x: Array, valid: Array | None, tile: Tile) -> Array | Quantiz
             unsafe_no_auto_barriers=True,
         ),
     )(*operands)
+    results, _ = vary_together(results, operands)  # Pallas loses what their types say of mesh axes
     values = results[0].reshape(*lead, m, columns)
     if quant is None:
         return values

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxmoe.ops.manual_axes import vary_together
 from jaxmoe.ops.mosaic import UNIT
 
 Array = jax.Array
@@ -43,7 +44,7 @@ def gather_sum(
     while 2 * tile <= min(w, columns):
         tile *= 2
     operands = [slots, rows, *(x for x in (weights, add) if x is not None)]
-    return plgpu.kernel(
+    out = plgpu.kernel(
         functools.partial(_body, tile=tile, weighted=weights is not None, scale=scale),
         out_type=jax.ShapeDtypeStruct((n, w), out_dtype),
         grid=(n * -(-w // tile),),
@@ -52,6 +53,7 @@ def gather_sum(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )(*operands)
+    return vary_together(out, operands)[0]  # Pallas loses what their types say of mesh axes
 
 
 def _layout(tile: int) -> Any:

@@ -82,6 +82,19 @@ def test_lowers(monkeypatch: pytest.MonkeyPatch, quant: ActivationQuant, arch: t
     assert "mosaic_gpu" in lowered.as_text()
 
 
+@pytest.mark.skipif(not LOWERS, reason="Mosaic GPU of this JAX refuses the kernels, and so do the backends")
+def test_rows_differ_over_a_mesh_as_what_they_are_made_of() -> None:
+    def check(x: jax.Array) -> jax.Array:
+        rows = quantize_kernel(x, QUANTS[0], None, TILE)
+        for array in (rows.values, rows.scales):
+            assert jax.typeof(array).manual_axis_type == jax.typeof(x).manual_axis_type
+        return rows.values
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut = jax.sharding.PartitionSpec("x")
+    jax.eval_shape(jax.shard_map(check, mesh=mesh, in_specs=cut, out_specs=cut), jnp.zeros((64, 256), jnp.bfloat16))
+
+
 def test_refusals() -> None:
     for shape, words in (((32, 96), "multiple of 64"), ((8, 128), "8 rows are fewer"), ((0, 32, 128), "nothing")):
         with pytest.raises(BackendUnavailable, match=words):
