@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the figures for each token count; 0."""
     gpu = jax.default_backend() == "gpu"
-    config, notes = layer_config(arguments, target.current().name if gpu else None)
+    config, notes = layer_config(arguments, target.current() if gpu else None)
     execution = Execution(
         layout=arguments.layout, masked_capacity=arguments.masked_capacity, deterministic=arguments.deterministic
     )

@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 
 from jaxmoe.config import MoEConfig, RouterConfig, SharedExperts
+from jaxmoe.cuda.arch import Arch
 from jaxmoe.errors import CheckpointError
+from jaxmoe.ops import kernel_format
 from jaxmoe.quant.formats import BF16, FORMATS, MXFP4, FP8Block, FP8BlockUE8M0, WeightFormat
 
 _SHAPE = ("experts", "hidden", "intermediate", "top_k")
@@ -55,7 +57,7 @@ def _tokens(text: str) -> tuple[int, ...]:
     return tokens
 
 
-def layer_config(arguments: argparse.Namespace, arch: str | None) -> tuple[MoEConfig, list[str]]:
+def layer_config(arguments: argparse.Namespace, arch: Arch | None) -> tuple[MoEConfig, list[str]]:
     """The layer that the arguments say, and notes about formats that are converted at load to run on ``arch``.
 
     Without ``arch`` every format stays what it is.
@@ -86,7 +88,7 @@ def layer_config(arguments: argparse.Namespace, arch: str | None) -> tuple[MoECo
     return config, []
 
 
-def _checkpoint_config(arguments: argparse.Namespace, arch: str | None, notes: list[str]) -> MoEConfig:
+def _checkpoint_config(arguments: argparse.Namespace, arch: Arch | None, notes: list[str]) -> MoEConfig:
     from jaxmoe.checkpoint import families
     from jaxmoe.checkpoint.reader import read_json
 
@@ -126,14 +128,9 @@ def _formats(config: dict[str, object]) -> tuple[WeightFormat, WeightFormat]:
     return MXFP4 if fp4 else others, others
 
 
-def _loaded_as(fmt: WeightFormat, arch: str | None, notes: list[str]) -> WeightFormat:
+def _loaded_as(fmt: WeightFormat, arch: Arch | None, notes: list[str]) -> WeightFormat:
     """What weights of a format must be loaded as to have a kernel; a note is added when that is another format."""
-    if arch is None or not fmt.quantized:
-        return fmt
-    if arch.startswith("sm_90"):
-        kept = FP8Block
-    else:
-        kept = FP8BlockUE8M0 if fmt == FP8Block else fmt
-    if kept != fmt:
-        notes.append(f"{fmt.name} has no kernel on {arch}: taking weights as loaded in {kept.name}")
+    kept = fmt if arch is None else kernel_format(fmt, arch)
+    if arch is not None and kept != fmt:
+        notes.append(f"{fmt.name} has no kernel on {arch.name}: taking weights as loaded in {kept.name}")
     return kept

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxmoe.commands.layer_arguments import add_layer_arguments, add_run_arguments, layer_config
 from jaxmoe.config import Execution
+from jaxmoe.cuda.arch import Arch
 from jaxmoe.layer.plan import Plan, plan
 from jaxmoe.layer.roofline import GPUS, find_gpu
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints a plan for each token count; 0."""
     gpu = find_gpu(arguments.gpu)
-    config, notes = layer_config(arguments, None if gpu is None else gpu.arch)
+    config, notes = layer_config(arguments, None if gpu is None else Arch(gpu.arch, gpu.num_sms))
     execution = Execution(layout=arguments.layout, masked_capacity=arguments.masked_capacity)
     plans = [plan(config, tokens, execution, device=arguments.gpu) for tokens in arguments.tokens]
     if arguments.json:

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--jobs is {arguments.jobs}; it must be at least 1")
     arch = _arch(arguments)
     execution = Execution(layout=arguments.layout, masked_capacity=arguments.masked_capacity, backend="deepgemm")
-    config, notes = layer_config(arguments, arch.name)
+    config, notes = layer_config(arguments, arch)
     sources = kernels_for(config, arch, arguments.tokens, execution)
     for note in notes:
         print(note)

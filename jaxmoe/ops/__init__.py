@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxmoe.ops.grouped_gemm.deepgemm import mk_alignment
+    from jaxmoe.ops.grouped_gemm.deepgemm import kernel_format, mk_alignment
 
-__all__ = ["mk_alignment"]
+__all__ = ["kernel_format", "mk_alignment"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "mk_alignment":
+    if name not in __all__:
         raise AttributeError(f"module 'jaxmoe.ops' has no attribute {name!r}")
-    from jaxmoe.ops.grouped_gemm.deepgemm import mk_alignment
+    from jaxmoe.ops.grouped_gemm import deepgemm
 
-    globals()[name] = mk_alignment
-    return mk_alignment
+    return globals().setdefault(name, getattr(deepgemm, name))

@@ -346,6 +346,15 @@ def test_alignment_that_users_ask_for():
         ops.mk_alignment()
 
 
+def test_formats_to_load_weights_in():
+    every = (BF16, FP8Block, FP8BlockUE8M0, MXFP8, MXFP4)
+    assert [ops.kernel_format(fmt, HOPPER) for fmt in every] == [BF16, *[FP8Block] * 4]
+    assert [ops.kernel_format(fmt, BLACKWELL) for fmt in every] == [BF16, *[FP8BlockUE8M0] * 2, MXFP8, MXFP4]
+    with target(HOPPER):
+        assert ops.kernel_format(MXFP4) == FP8Block
+    assert ops.kernel_format(MXFP4) == MXFP4, "the reference takes what there is"
+
+
 @pytest.mark.parametrize("layout", ["psum", "contiguous"])
 @pytest.mark.parametrize("alignment", [32, 64, 96, 128, 160, 192, 224])
 def test_theoretical_alignments_run_on_blackwell(kernels, launches, layout, alignment):

@@ -23,7 +23,7 @@ from jaxmoe.errors import BackendUnavailable
 from jaxmoe.ops.grouped_gemm import reference
 from jaxmoe.ops.grouped_gemm.constants import undifferentiable
 from jaxmoe.ops.rows import GroupedRows
-from jaxmoe.quant.formats import WeightFormat
+from jaxmoe.quant.formats import FORMATS, WeightFormat
 from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 
 Array = jax.Array
@@ -84,11 +84,11 @@ def gemm_call(
     Raises:
       BackendUnavailable: ``arch`` has no kernel for the format.
     """
-    formats, quant = _FORMATS[arch.family], fmt.activation
-    if fmt.name not in formats:
+    kept, quant = kernel_format(fmt, arch), fmt.activation
+    if kept != fmt:
         raise BackendUnavailable(
-            f"{arch.name} has no DeepGEMM kernel for {fmt.name} weights, only for {', '.join(formats)}; convert them "
-            f"when they are loaded: load_moe(..., weights=jaxmoe.{formats[1]})"
+            f"{arch.name} has no DeepGEMM kernel for {fmt.name} weights, only for {', '.join(_FORMATS[arch.family])}; "
+            f"convert them when they are loaded: load_moe(..., weights={kept!r})"
         )
     common = {"arch": arch, "layout": layout, "d": d, "alignment": alignment, "num_sms": num_sms, "pdl": pdl}
     if expected_m is not None and layout in ("psum", "masked"):
@@ -96,6 +96,21 @@ def gemm_call(
     if quant is None:
         return GemmCall(a="bf16", b="bf16", **common)
     return GemmCall(a="e4m3", b="e2m1" if fmt.bits == 4 else "e4m3", gran_a=quant.block, gran_b=fmt.block_k, **common)
+
+
+def kernel_format(fmt: WeightFormat, arch: Arch | None = None) -> WeightFormat:
+    """The format that weights of format ``fmt`` are to be loaded in for kernels to run them: itself wherever it can be.
+
+    Args:
+      fmt: what the weights are in.
+      arch: None takes the device's, or the named target's. A device without kernels takes every format as it is.
+    """
+    try:
+        arch = target.current() if arch is None else arch
+    except BackendUnavailable:
+        return fmt
+    formats = _FORMATS[arch.family]
+    return fmt if fmt.name in formats else FORMATS[formats[1]]
 
 
 def check_operands(rows: Array | QuantizedRows, weight: GroupedWeight) -> None:
