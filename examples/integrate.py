@@ -3,7 +3,8 @@
   python examples/integrate.py
 
 ``Nnx`` and ``Linen`` are blocks as many models have them. What changes is one line of each; the rest trains and runs
-them, to show that parameters, gradients and jit are what they were.
+them, to show that parameters, gradients and jit are what they were. The experts compute in bf16, which GPU kernels
+take, from weights that are kept in f32.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Nnx(nnx.Module):
 
 def nnx_blocks(rngs: nnx.Rngs) -> tuple[Nnx, Nnx]:
     before = nnx.Sequential(nnx.Linear(H, I, rngs=rngs), nnx.silu, nnx.Linear(I, H, rngs=rngs))
-    after = jaxmoe.nn.MoE(H, I, E, top_k=K, param_dtype=jnp.float32, rngs=rngs)
+    after = jaxmoe.nn.MoE(H, I, E, top_k=K, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=rngs)
     return Nnx(before, rngs), Nnx(after, rngs)
 
 
@@ -42,7 +43,8 @@ class Linen(linen.Module):
     def __call__(self, x: Array) -> Array:
         y = linen.RMSNorm()(x)
         if self.experts:
-            return x + jaxmoe.nn.linen.MoE(H, I, E, top_k=K, param_dtype=jnp.float32, name="ffn")(y)
+            moe = jaxmoe.nn.linen.MoE(H, I, E, top_k=K, dtype=jnp.bfloat16, param_dtype=jnp.float32, name="ffn")
+            return x + moe(y)
         return x + linen.Dense(H)(linen.silu(linen.Dense(I)(y)))
 
 

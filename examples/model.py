@@ -29,8 +29,9 @@ from jax.sharding import Mesh
 
 import jaxmoe
 from jaxmoe.balance import load_balancing_loss, router_z_loss
-from jaxmoe.checkpoint import CheckpointReader, load_moe, save_moe
+from jaxmoe.checkpoint import CheckpointReader, load_config, load_moe, save_moe
 from jaxmoe.layer.build import make_params
+from jaxmoe.ops import kernel_format
 from jaxmoe.router import router_logits
 
 Array = jax.Array
@@ -110,8 +111,9 @@ class ModelConfig:
 class Attention(nnx.Module):
     """Causal self-attention over the last ``window`` positions."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        linear = functools.partial(nnx.Linear, config.hidden, config.hidden, use_bias=False, rngs=rngs)
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
+        sizes = config.hidden, config.hidden
+        linear = functools.partial(nnx.Linear, *sizes, use_bias=False, param_dtype=dtype, rngs=rngs)
         self.wq, self.wk, self.wv, self.wo = linear(), linear(), linear(), linear()
         self.config = config
 
@@ -162,10 +164,10 @@ class Routed:
 class Block(nnx.Module):
     """One layer."""
 
-    def __init__(self, config: ModelConfig, moe: jaxmoe.nn.MoE, rngs: nnx.Rngs):
-        norm = functools.partial(nnx.RMSNorm, config.hidden, epsilon=config.norm_eps, rngs=rngs)
+    def __init__(self, config: ModelConfig, moe: jaxmoe.nn.MoE, rngs: nnx.Rngs, dtype: Any):
+        norm = functools.partial(nnx.RMSNorm, config.hidden, epsilon=config.norm_eps, param_dtype=dtype, rngs=rngs)
         self.attn_norm, self.ffn_norm = norm(), norm()
-        self.attn = Attention(config, rngs)
+        self.attn = Attention(config, rngs, dtype)
         self.ffn = moe
 
     def __call__(self, x: Array, tokens: Array, valid: Array | None, cache: Any, start: Array | int) -> Any:
@@ -182,6 +184,7 @@ class Block(nnx.Module):
         )
         routing = jax.tree.map(lambda a: a.reshape(*x.shape[:-1], -1), routing)
         y, load = self.ffn.with_load(y, valid=valid, routing=routing)
+        y = y.astype(x.dtype)
         balance = z = jnp.float32(0)
         if not router.hash_routing and router.logical_experts is None:
             balance = load_balancing_loss(logits, routing.ids, router, valid=valid, sequence_wise=True)
@@ -196,15 +199,22 @@ class Decoder(nnx.Module):
       config: its sizes.
       rngs: for what is not given.
       moe: gives the MoE of a layer; None makes float32 ones to be trained.
+      dtype: of all parameters but the MoE's, and of the computation around it.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, moe: Callable[[int], jaxmoe.nn.MoE] | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        moe: Callable[[int], jaxmoe.nn.MoE] | None = None,
+        dtype: Any = jnp.float32,
+    ):
         moe = moe or functools.partial(new_moe, config, rngs)
         self.config = config
         init = nnx.initializers.normal(config.hidden**-0.5)
-        self.embed = nnx.Embed(config.vocab, config.hidden, embedding_init=init, rngs=rngs)
-        self.blocks = nnx.List([Block(config, moe(layer), rngs) for layer in range(config.layers)])
-        self.norm = nnx.RMSNorm(config.hidden, epsilon=config.norm_eps, rngs=rngs)
+        self.embed = nnx.Embed(config.vocab, config.hidden, param_dtype=dtype, embedding_init=init, rngs=rngs)
+        self.blocks = nnx.List([Block(config, moe(layer), rngs, dtype) for layer in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.hidden, epsilon=config.norm_eps, param_dtype=dtype, rngs=rngs)
 
     def __call__(
         self, tokens: Array, *, valid: Array | None = None, cache: Cache | None = None, start: Array | int = 0
@@ -237,7 +247,7 @@ class Decoder(nnx.Module):
 
 
 def new_moe(config: ModelConfig, rngs: nnx.Rngs, layer: int, mesh: Mesh | None = None) -> jaxmoe.nn.MoE:
-    """A float32 layer to be trained, on a mesh of :mod:`meshes` with batches cut over it."""
+    """A layer with float32 weights to be trained, on a mesh of :mod:`meshes` with batches cut over it."""
     moe, table = config.moe(layer), None
     if moe.router.hash_routing:
         draws = np.random.default_rng(layer).random((config.vocab, config.experts))
@@ -250,11 +260,17 @@ def new_moe(config: ModelConfig, rngs: nnx.Rngs, layer: int, mesh: Mesh | None =
         activation=moe.activation,
         shared=moe.shared,
         tid2eid=table,
+        dtype=compute_dtype(),
         param_dtype=jnp.float32,
         rngs=rngs,
         layout=None if mesh is None else meshes.layout(0),
         mesh=mesh,
     )
+
+
+def compute_dtype() -> Any:
+    """What experts run in: f32 on a CPU, and bf16 elsewhere, as GPU kernels take it."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
 def loss_of(logits: Array, targets: Array) -> Array:
@@ -315,7 +331,8 @@ def quantized(layer: jaxmoe.nn.MoE, weights: Any, shared: Any) -> jaxmoe.nn.MoE:
 def load(path: str | Path, name: str | None = None, mesh: Mesh | None = None) -> Decoder:
     """A checkpoint of :func:`save`, its experts kept in their format, or converted to what ``FORMATS`` calls ``name``.
 
-    With a mesh of :mod:`meshes`, sequences are cut over it. The model computes in f32 on a CPU and in bf16 elsewhere.
+    A GPU without kernels for their format gets them in one it has. With a mesh of :mod:`meshes`, sequences are cut
+    over it. The model computes in :func:`compute_dtype`.
 
     Raises:
       ValueError: the checkpoint is not one of this model, or cannot be converted exactly.
@@ -325,15 +342,17 @@ def load(path: str | Path, name: str | None = None, mesh: Mesh | None = None) ->
     if missing:
         raise ValueError(f"{path}: config.json lacks {missing[0]!r}; is it a checkpoint of examples/train.py?")
     config = ModelConfig(**{field: said[key] for field, key in _KEYS.items()})
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    weights, shared = (None, None) if name is None else FORMATS[name]
+    dtype = compute_dtype()
 
     def moe(layer: int) -> jaxmoe.nn.MoE:
+        stored = load_config(path, layer)
+        formats = (stored.weights, stored.shared_format) if name is None else FORMATS[name]
+        weights, shared = map(kernel_format, formats)
         loaded = load_moe(path, layer, weights=weights, shared_weights=shared, progress=False)
         layout = None if mesh is None else meshes.layout(1)
         return jaxmoe.nn.MoE.from_params(loaded.config, loaded.params, dtype=dtype, layout=layout, mesh=mesh)
 
-    model, reader = Decoder(config, nnx.Rngs(0), moe), CheckpointReader(path)
+    model, reader = Decoder(config, nnx.Rngs(0), moe, dtype), CheckpointReader(path)
     for tensor, variable, transposed in tensors(model):
         value = reader.get(tensor)
         value = value.T if transposed else value

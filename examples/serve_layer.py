@@ -5,7 +5,7 @@
 
 The file holds the program for one number of tokens, not the weights: these are read from the checkpoint and passed in.
 On a GPU tracing compiles the kernels into the cubin cache (``jaxmoe warmup`` does so without one), where the fresh
-process finds them.
+process finds them, and weights in a format that it has no kernels for are converted as they are loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from jax import export
 
 import jaxmoe
+from jaxmoe.ops import kernel_format
 
 Array = jax.Array
 CHECKPOINT = Path(__file__).parent / "data" / "deepseek_v4_fp4"
@@ -46,7 +47,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load(checkpoint: Path, layer: int) -> jaxmoe.checkpoint.LoadedMoE:
-    return jaxmoe.checkpoint.load_moe(checkpoint, layer, progress=False)
+    stored = jaxmoe.checkpoint.load_config(checkpoint, layer)
+    weights, shared = map(kernel_format, (stored.weights, stored.shared_format))
+    return jaxmoe.checkpoint.load_moe(checkpoint, layer, weights=weights, shared_weights=shared, progress=False)
 
 
 def inputs(tokens: int, hidden: int) -> Array:
@@ -69,7 +72,7 @@ def export_to(path: Path, checkpoint: Path, number: int, tokens: int) -> int:
     compiled = lowered.compile()
     print(f"compiled for {tokens} tokens in {time.perf_counter() - began:.1f} s")
     y = compiled(leaves, x)
-    calls = sorted(set(re.findall(r"custom_call @(jaxmoe_\w+)", lowered.as_text())))
+    calls = sorted(set(re.findall(r"custom_call @((?:jaxmoe|mosaic_gpu)_\w+)", lowered.as_text())))
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in calls]
     exported = export.export(program, disabled_checks=checks)(leaves, x)
     code = np.frombuffer(bytes(exported.serialize()), np.uint8)
@@ -85,10 +88,7 @@ def run_from(path: Path, checkpoint: Path) -> int:
     saved = np.load(path)
     layer = load(checkpoint, int(saved["layer"]))
     began = time.perf_counter()
-    for call in saved["calls"].tolist():
-        from jaxmoe.cuda import ffi
-
-        ffi.register(call.removesuffix(ffi.NO_GRAPH))
+    register(saved["calls"].tolist())
     program = jax.jit(export.deserialize(bytearray(saved["code"].tobytes())).call)
     leaves, x = jax.tree.leaves(layer.params), inputs(int(saved["tokens"]), layer.config.hidden)
     y = jax.block_until_ready(program(leaves, x))
@@ -99,6 +99,17 @@ def run_from(path: Path, checkpoint: Path) -> int:
     error = np.abs(np.asarray(y, np.float32) - saved["y"]).max() / np.abs(saved["y"]).max()
     print("output: the same bits as at export" if error == 0 else f"output: differs by {error:.1e} of the largest")
     return 0 if error < 0.01 else 1
+
+
+def register(calls: list[str]) -> None:
+    """Does for a program's custom calls what tracing them does."""
+    for call in calls:
+        if call.startswith("jaxmoe_"):
+            from jaxmoe.cuda import ffi
+
+            ffi.register(call.removesuffix(ffi.NO_GRAPH))
+        else:  # Pallas kernels: importing it tells XLA where their runtime lies
+            import jax.experimental.pallas.mosaic_gpu  # noqa: F401
 
 
 if __name__ == "__main__":

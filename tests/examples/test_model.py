@@ -62,6 +62,20 @@ def test_padding_goes_to_no_expert(tiny):
     assert routed.load.sum(axis=1).tolist() == [2 * 9 * 2] * 2
 
 
+def test_in_bf16_as_on_a_gpu_it_knows_as_much(example, monkeypatch):
+    model, train, generate = example("model"), example("train"), example("generate")
+    _, held_out = example("corpus").corpus()
+    monkeypatch.setattr(model, "compute_dtype", lambda: jnp.bfloat16)
+    decoder = model.load(generate.SHIPPED)
+    assert {variable.dtype for _, variable, _ in model.tensors(decoder)} == {jnp.dtype(jnp.bfloat16)}
+    with jax.numpy_dtype_promotion("standard"):  # flax's norms mix dtypes
+        assert 0.5 < train.evaluate(decoder, held_out, 256, limit=24) < HELD_OUT_LIMIT
+        text, count, _ = generate.generate(
+            decoder, *generate.encode("The with"), jnp.float32(0), jax.random.key(0), count=8
+        )
+    assert count == 8 and len(generate.decode(text)) == 8
+
+
 def test_the_corpus_repeats_nothing_that_is_held_out(example):
     train, held_out = example("corpus").corpus()
     assert len(train) > 200_000 and 10_000 < len(held_out) < len(train) / 10

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxmoe
 
@@ -65,6 +67,19 @@ def test_on_a_mesh_it_is_the_same_run(example):
     # A close choice may turn with the last bit of a logit.
     assert np.abs(found_loads - loads).max() <= 2
     np.testing.assert_allclose(found_bias, bias, rtol=0, atol=2 * 0.003)
+
+
+def test_in_bf16_as_on_a_gpu_master_weights_are_f32(example, monkeypatch):
+    train, meshes, model = example("train"), example("meshes"), example("model")
+    monkeypatch.setattr(model, "compute_dtype", lambda: jnp.bfloat16)
+    args = train.parse(["--layers", "1", "--steps", "4", "--batch", "4", "--mesh", "dp=1,ep=2"])
+    mesh = meshes.make(args.mesh)
+    tokens = train.batch(np.arange(64, dtype=np.int32), 4, 16, np.random.default_rng(0), mesh)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        decoder, optimizer = train.setup(args, mesh)
+        losses = [float(train.train_step(decoder, optimizer, tokens, 0.003, 0.01, 0.001)[0]) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert {a.dtype for a in jax.tree.leaves(nnx.state(decoder, nnx.Param))} == {jnp.dtype(jnp.float32)}
 
 
 def test_experts_run_quantised_forward_when_asked(example):
