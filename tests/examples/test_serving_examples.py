@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import numpy as np
+
+from jaxmoe.cuda import ffi
+from jaxmoe.cuda.arch import Arch
+from jaxmoe.cuda.target import target
 
 
 def test_integrate_trains_dense_and_moe_blocks(script):
@@ -39,3 +44,16 @@ def test_mistakes_of_serving_are_told_in_a_line(example, capsys, tmp_path):
     assert "none.npz" in capsys.readouterr().err
     assert serve.main(["--export", str(tmp_path / "a.npz"), "--layer", "0"]) == 1
     assert "hash routing takes expert ids" in capsys.readouterr().err
+
+
+def test_a_program_for_a_gpu_names_its_custom_calls(example, kernels, monkeypatch, capsys, tmp_path):
+    """Weights have a format that its kernels take; whoever runs the program makes every call known to XLA first."""
+    serve, file, known = example("serve_layer"), tmp_path / "layer.npz", []
+    with target(Arch("sm_90a", 132)):
+        assert serve.main(["--export", str(file), "--tokens", "17"]) == 0, capsys.readouterr().err
+    names = ("fp8_1d2d_dense", "fp8_1d2d_m_grouped_masked", "group_tokens", "permute_rows")
+    calls = np.load(file)["calls"].tolist()
+    assert calls == [f"jaxmoe_sm90_{name}" for name in names]
+    monkeypatch.setattr(ffi, "register", known.append)
+    serve.register([*calls, "jaxmoe_apart_no_graph", "mosaic_gpu_v2"])
+    assert known == [*calls, "jaxmoe_apart"] and "jax.experimental.pallas.mosaic_gpu" in sys.modules
