@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxmoe.bench import timing
 from jaxmoe.bench.trace import Trace, trace
 from jaxmoe.config import Execution, MoEConfig
+from jaxmoe.layer.checks import stored_width
 from jaxmoe.layer.layout import tile_rows
 from jaxmoe.layer.params import ExpertWeights, MoEParams, RouterParams, SharedParams
 from jaxmoe.layer.pipeline import moe
@@ -24,7 +25,6 @@ from jaxmoe.ops.rows import GroupedRows
 from jaxmoe.quant import quantize_weight
 from jaxmoe.quant.formats import WeightFormat
 from jaxmoe.quant.tensors import QuantizedRows
-from jaxmoe.sizes import round_up
 
 Array = jax.Array
 
@@ -123,7 +123,7 @@ def random_params(config: MoEConfig, seed: int = 0) -> MoEParams:
         return jax.random.normal(next(keys), shape, jnp.bfloat16) * shape[-1] ** -0.5
 
     def mlp(fmt: WeightFormat, stack: int, width: int, bias: bool = False) -> ExpertWeights:
-        stored = round_up(width, fmt.k_multiple)
+        stored = stored_width(width, fmt)
         return ExpertWeights(
             gate_up=_quantize_weight(draw(stack, 2 * stored, config.hidden), fmt),
             down=_quantize_weight(draw(stack, config.hidden, stored), fmt),

@@ -47,6 +47,18 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_forward_format(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of training with a quantised forward pass."""
+    formats = sorted(name for name, fmt in FORMATS.items() if fmt.quantized)
+    text = "train: quantise unquantised experts to this in every forward pass, and run backward unquantised"
+    parser.add_argument("--forward-format", choices=formats, help=text)
+
+
+def forward_format(arguments: argparse.Namespace) -> WeightFormat | None:
+    """What :func:`add_forward_format`'s option says, for ``Execution``."""
+    return None if arguments.forward_format is None else FORMATS[arguments.forward_format]
+
+
 def _tokens(text: str) -> tuple[int, ...]:
     try:
         tokens = tuple(int(part) for part in text.split(","))

@@ -7,7 +7,13 @@ import dataclasses
 import json
 from typing import Any
 
-from jaxmoe.commands.layer_arguments import add_layer_arguments, add_run_arguments, layer_config
+from jaxmoe.commands.layer_arguments import (
+    add_forward_format,
+    add_layer_arguments,
+    add_run_arguments,
+    forward_format,
+    layer_config,
+)
 from jaxmoe.config import Execution
 from jaxmoe.cuda.arch import Arch
 from jaxmoe.layer.plan import Plan, plan
@@ -22,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_layer_arguments(parser, "routed experts")
     add_run_arguments(parser)
+    add_forward_format(parser)
     parser.add_argument("--gpu", choices=GPUS, help="by default the one at hand; without one there are no times")
     parser.add_argument("--json", action="store_true", help="print a list of plans as JSON, one for each token count")
 
@@ -30,7 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints a plan for each token count; 0."""
     gpu = find_gpu(arguments.gpu)
     config, notes = layer_config(arguments, None if gpu is None else Arch(gpu.arch, gpu.num_sms))
-    execution = Execution(layout=arguments.layout, masked_capacity=arguments.masked_capacity)
+    execution = Execution(
+        layout=arguments.layout,
+        masked_capacity=arguments.masked_capacity,
+        forward_format=forward_format(arguments),
+    )
     plans = [plan(config, tokens, execution, device=arguments.gpu) for tokens in arguments.tokens]
     if arguments.json:
         print(json.dumps([_values(p, notes) for p in plans], indent=2))
@@ -52,7 +63,11 @@ def _values(p: Plan, notes: list[str]) -> dict[str, Any]:
             "shared_intermediate": None if config.shared is None else config.shared.intermediate,
             "weights": config.weights.name,
         },
-        "execution": {"layout": p.execution.layout, "masked_capacity": p.execution.masked_capacity},
+        "execution": {
+            "layout": p.execution.layout,
+            "masked_capacity": p.execution.masked_capacity,
+            "forward_format": None if p.execution.forward_format is None else p.execution.forward_format.name,
+        },
         "kernels": dict(p.kernels),
         "memory": dataclasses.asdict(p.memory),
         "stages": [dataclasses.asdict(stage) for stage in p.stages],

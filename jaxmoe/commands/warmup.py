@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from jaxmoe.commands.layer_arguments import add_layer_arguments, add_run_arguments, layer_config
+from jaxmoe.commands.layer_arguments import (
+    add_forward_format,
+    add_layer_arguments,
+    add_run_arguments,
+    forward_format,
+    layer_config,
+)
 from jaxmoe.config import Execution
 from jaxmoe.cuda import arch as arches
 from jaxmoe.cuda import cubin_cache
@@ -16,6 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     add_layer_arguments(parser, "experts on one device")
     add_run_arguments(parser)
+    add_forward_format(parser)
+    parser.add_argument(
+        "--gradients", action="store_true", help="also what the backward pass of unquantised experts runs"
+    )
     target = parser.add_argument_group("what to compile for, by default the GPU at hand")
     target.add_argument("--arch", help="for example sm_90a (H100, H200) or sm_100f (B200, B300)")
     target.add_argument("--num-sms", type=int, metavar="N", help="SMs to use: 132 on H100 SXM and H200, 148 on B200")
@@ -28,9 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ValueError(f"--jobs is {arguments.jobs}; it must be at least 1")
     arch = _arch(arguments)
-    execution = Execution(layout=arguments.layout, masked_capacity=arguments.masked_capacity, backend="deepgemm")
+    execution = Execution(
+        layout=arguments.layout,
+        masked_capacity=arguments.masked_capacity,
+        backend="deepgemm",
+        forward_format=forward_format(arguments),
+    )
     config, notes = layer_config(arguments, arch)
-    sources = kernels_for(config, arch, arguments.tokens, execution)
+    sources = kernels_for(config, arch, arguments.tokens, execution, gradients=arguments.gradients or None)
     for note in notes:
         print(note)
     print(f"{len(sources)} kernels for {arch.name} with {arch.num_sms} SMs, {cubin_cache.directory()}")

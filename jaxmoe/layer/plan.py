@@ -8,6 +8,7 @@ import textwrap
 from jaxmoe.config import Execution, Layout, MoEConfig
 from jaxmoe.cuda.arch import Arch
 from jaxmoe.errors import ShapeError
+from jaxmoe.layer.checks import stored_width
 from jaxmoe.layer.kernels import kernels_for
 from jaxmoe.layer.layout import choose_layout
 from jaxmoe.layer.roofline import (
@@ -15,14 +16,15 @@ from jaxmoe.layer.roofline import (
     GPUS,
     Stage,
     find_gpu,
-    mlp_weights,
+    layer_weights,
+    quantise_stage,
     room_stages,
     row_bytes,
     touched_experts,
 )
+from jaxmoe.layer.straight_through import backward_config, forward_config
 from jaxmoe.ops import grouped_gemm
 from jaxmoe.ops.permute import buffer_rows
-from jaxmoe.sizes import round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Memory:
     """Bytes by item.
 
     Attributes:
-      weights, scales: expert weights (shared experts and biases included) and their scales.
+      weights, scales: expert weights (shared experts and biases included) and their scales; with a
+        ``forward_format`` also their quantised copies.
       router: the router's parameters, a hash table not counted.
       rows: grouped rows that enter gemm1, scales included.
       intermediate: gemm1's output and the activated rows, scales included.
@@ -59,9 +62,10 @@ class Plan:
       assignments: rows that hold a token, T·K and the fused slots.
       touched_experts: experts that get a token when routing is uniform.
       backend: what the grouped GEMMs run on, ``backend_reason`` why.
-      kernels: (backend, its kernels for the grouped GEMMs or why it cannot).
-      memory: bytes by item.
-      stages: rooms with their arithmetic and traffic.
+      kernels: (backend, its kernels for the grouped GEMMs or why it cannot); with a ``forward_format`` of the forward
+        and of the backward pass.
+      memory: bytes by item, of the forward pass.
+      stages: rooms of the forward pass with their arithmetic and traffic.
       gpu: rates the times are from, None on CPU.
     """
 
@@ -118,6 +122,8 @@ def plan(
 ) -> Plan:
     """Says what a layer will do for ``tokens`` tokens; runs nothing on a device.
 
+    Memory and time are those of a forward pass.
+
     Args:
       config: the layer.
       tokens: T, at least 0.
@@ -142,6 +148,7 @@ def plan(
     )
     capacity = buffer_rows(layout, tokens, assignments, experts, alignment, execution.masked_capacity)
     touched = touched_experts(tokens, config) + (config.fused_slots if tokens else 0)
+    ran = forward_config(config, execution)
     backend, backend_reason, kernels = _kernels(config, tokens, execution, itemsize, gpu)
     return Plan(
         config=config,
@@ -156,20 +163,23 @@ def plan(
         backend=backend,
         backend_reason=backend_reason,
         kernels=kernels,
-        memory=_memory(config, tokens, execution, capacity, itemsize),
-        stages=room_stages(config, tokens, execution, assignments, touched, itemsize, gpu),
+        memory=_memory(config, ran, tokens, execution, capacity, itemsize),
+        stages=(
+            *quantise_stage(config, ran, itemsize, gpu),
+            *room_stages(ran, tokens, execution, assignments, touched, itemsize, gpu),
+        ),
         gpu=gpu,
     )
 
 
-def _memory(config: MoEConfig, tokens: int, execution: Execution, rows: int, itemsize: int) -> Memory:
-    h, inter, fmt = config.hidden, config.intermediate, config.weights
-    stored = round_up(inter, fmt.k_multiple)
+def _memory(config: MoEConfig, ran: MoEConfig, tokens: int, execution: Execution, rows: int, itemsize: int) -> Memory:
+    """Of a layer of ``config`` whose experts run as ``ran`` says."""
+    h, fmt = config.hidden, ran.weights
+    stored = stored_width(config.intermediate, fmt)
     experts = config.router.num_experts + config.fused_slots
-    parts = mlp_weights(fmt, experts, h, inter, itemsize)
-    biases = 4 * experts * (2 * stored + h) if config.expert_bias else 0
-    if config.shared is not None and not config.shared.fused:
-        parts += mlp_weights(config.shared_format, 1, h, config.shared.intermediate, itemsize)
+    parts = layer_weights(config, itemsize)
+    parts += [copy for kept, copy in zip(parts, layer_weights(ran, itemsize), strict=True) if copy != kept]
+    biases = 4 * experts * (2 * stored_width(config.intermediate, config.weights) + h) if config.expert_bias else 0
     gate = 4 * h if config.shared is not None and config.shared.gate else 0
     r = config.router
     router = 4 * r.num_experts * (h + r.logit_bias + r.correction_bias)
@@ -181,7 +191,7 @@ def _memory(config: MoEConfig, tokens: int, execution: Execution, rows: int, ite
     before = tokens * row_bytes(fmt, execution, h, itemsize) if fmt.quantized and execution.quantize_activations else 0
     alive = max(before + entering, entering + halves, halves + activated, activated + leaving)
     if config.shared is not None and not config.shared.fused:
-        alive = max(alive, leaving + _shared_rows(config, tokens, execution, itemsize))
+        alive = max(alive, leaving + _shared_rows(ran, tokens, execution, itemsize))
     return Memory(
         weights=weights,
         scales=scales,
@@ -197,7 +207,7 @@ def _shared_rows(config: MoEConfig, tokens: int, execution: Execution, itemsize:
     """Bytes of the largest set of a shared expert's rows that are alive together; routed rows wait meanwhile."""
     assert config.shared is not None
     fmt, h = config.shared_format, config.hidden
-    width = round_up(config.shared.intermediate, fmt.k_multiple)
+    width = stored_width(config.shared.intermediate, fmt)
     entering, activated = (row_bytes(fmt, execution, w, itemsize) for w in (h, width))
     halves, leaving = 2 * width * itemsize, h * itemsize
     return tokens * max(entering + halves, halves + activated, activated + leaving)
@@ -235,11 +245,20 @@ def _deepgemm(
         return "it takes and gives bfloat16 only", ""
     if config.weights.quantized and not execution.quantize_activations:
         return "it runs quantised weights on quantised rows only", ""
+    plain = dataclasses.replace(execution, forward_format=None)
+    passes = [(forward_config(config, execution), False)]
+    if execution.forward_format is not None:
+        passes.append((backward_config(config), True))
+    names = []
     try:
-        sources = kernels_for(config, Arch(gpu.arch, gpu.num_sms), [tokens], execution)
+        for ran, gradients in passes:
+            sources = kernels_for(ran, Arch(gpu.arch, gpu.num_sms), [tokens], plain, gradients=gradients)
+            names.append(", ".join(dict.fromkeys(source.name for source in sources)))
     except (NotImplementedError, ShapeError) as refusal:
         return str(refusal), ""
-    return None, ", ".join(dict.fromkeys(source.name for source in sources)) or "nothing, for there are no rows"
+    if not any(names):
+        return None, "nothing, for there are no rows"
+    return None, names[0] if len(names) == 1 else f"forward {names[0]}; backward {names[1]}"
 
 
 def _size(nbytes: int) -> str:
@@ -251,6 +270,20 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
+def _describe_passes(p: Plan) -> list[str]:
+    """What the passes of training run in, where they differ."""
+    fmt = p.execution.forward_format
+    if fmt is None:
+        return []
+    kept = p.config.weights
+    weights = f"{kept.name} as they are" if kept.quantized else f"quantised to {fmt.name} in every pass"
+    again = "dequantised" if kept.quantized else "unquantised"
+    return [
+        f"forward   experts {weights}, rows to match; memory, work and time below are of this pass alone",
+        f"backward  experts {again}, in the dtype of x: the forward GEMMs once more, then those of the gradients",
+    ]
+
+
 def _describe(p: Plan) -> str:
     c, r, m = p.config, p.config.router, p.memory
     slots = f" and {c.fused_slots} fused shared" if c.fused_slots else ""
@@ -259,6 +292,7 @@ def _describe(p: Plan) -> str:
     lines = [
         f"{p.tokens} tokens, hidden {c.hidden}, {r.num_experts} experts{slots} of {c.intermediate}, "
         f"{r.top_k} per token, weights {c.weights.name}",
+        *_describe_passes(p),
         f"layout    {p.layout}: {p.layout_reason}",
         f"rows      {p.capacity} reserved for {p.assignments} in use, experts start at multiples of {p.alignment}",
         f"experts   {p.touched_experts} of {experts} get tokens if routing is even{unread}",

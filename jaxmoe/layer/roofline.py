@@ -7,11 +7,13 @@ Every room takes as long as its arithmetic or its memory traffic, whichever is l
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
 
 from jaxmoe.config import Execution, MoEConfig
+from jaxmoe.layer.checks import stored_width
 from jaxmoe.quant.formats import WeightFormat
 from jaxmoe.quant.tensors import scales_like
 from jaxmoe.sizes import round_up
@@ -108,11 +110,34 @@ def row_bytes(fmt: WeightFormat, execution: Execution, width: int, itemsize: int
 
 def mlp_weights(fmt: WeightFormat, experts: int, hidden: int, inter: int, itemsize: int) -> list[tuple[int, int]]:
     """(values, scales) bytes of the two projections."""
-    inter = round_up(inter, fmt.k_multiple)
+    inter = stored_width(inter, fmt)
     return [
         weight_bytes(fmt, experts, 2 * inter, hidden, itemsize),
         weight_bytes(fmt, experts, hidden, inter, itemsize),
     ]
+
+
+def layer_weights(config: MoEConfig, itemsize: int) -> list[tuple[int, int]]:
+    """(values, scales) bytes of every projection: both of the routed experts, then both of a shared expert apart."""
+    experts, shared = config.router.num_experts + config.fused_slots, config.shared
+    parts = mlp_weights(config.weights, experts, config.hidden, config.intermediate, itemsize)
+    if shared is None or shared.fused:
+        return parts
+    return parts + mlp_weights(config.shared_format, 1, config.hidden, shared.intermediate, itemsize)
+
+
+def quantise_stage(config: MoEConfig, ran: MoEConfig, itemsize: int, gpu: GPU | None) -> tuple[Stage, ...]:
+    """Weights of ``config`` read, and written in the formats of ``ran``, where these are others; one stage or none."""
+    pairs = zip(layer_weights(config, itemsize), layer_weights(ran, itemsize), strict=True)
+    moved = sum(sum(kept) + sum(copy) for kept, copy in pairs if copy != kept)
+    return (_stage("weights", 0, moved, gpu),) if moved else ()
+
+
+def _stage(name: str, flops: int, nbytes: int, gpu: GPU | None, fp8: bool = False) -> Stage:
+    if gpu is None:
+        return Stage(name, flops, nbytes, None, None)
+    compute, memory = flops / (gpu.fp8 if fp8 else gpu.bf16), nbytes / gpu.bandwidth
+    return Stage(name, flops, nbytes, max(compute, memory), "compute" if compute > memory else "memory")
 
 
 def room_stages(
@@ -120,30 +145,23 @@ def room_stages(
 ) -> tuple[Stage, ...]:
     """Every room for T tokens, ``rows`` rows in use and ``touched`` experts with rows."""
     h, inter, fmt, r = config.hidden, config.intermediate, config.weights, config.router
-    stored = round_up(inter, fmt.k_multiple)
+    stored = stored_width(inter, fmt)
     up, down = (sum(part) for part in mlp_weights(fmt, touched, h, inter, itemsize))
     entering, activated = (row_bytes(fmt, execution, width, itemsize) for width in (h, stored))
     fp8 = fmt.quantized and execution.quantize_activations
-
-    def stage(name: str, flops: int, nbytes: int, fp8: bool = False) -> Stage:
-        if gpu is None:
-            return Stage(name, flops, nbytes, None, None)
-        compute, memory = flops / (gpu.fp8 if fp8 else gpu.bf16), nbytes / gpu.bandwidth
-        return Stage(name, flops, nbytes, max(compute, memory), "compute" if compute > memory else "memory")
-
+    stage = functools.partial(_stage, gpu=gpu)
     stages = [
         stage("router", 2 * tokens * h * r.num_experts, tokens * (h * itemsize + 8 * r.top_k) + 4 * h * r.num_experts),
         stage("pre_permute", 0, tokens * h * itemsize + rows * entering),
-        stage("gemm1", 4 * rows * h * inter, up + rows * (entering + 2 * stored * itemsize), fp8),
+        stage("gemm1", 4 * rows * h * inter, up + rows * (entering + 2 * stored * itemsize), fp8=fp8),
         stage("activation", 0, rows * (2 * stored * itemsize + activated)),
-        stage("gemm2", 2 * rows * h * inter, down + rows * (activated + h * itemsize), fp8),
+        stage("gemm2", 2 * rows * h * inter, down + rows * (activated + h * itemsize), fp8=fp8),
         stage("combine", 2 * rows * h, rows * (h * itemsize + 8) + tokens * h * itemsize),
     ]
     if config.shared is not None and not config.shared.fused and tokens:
         own, wide = config.shared_format, config.shared.intermediate
         weights = sum(map(sum, mlp_weights(own, 1, h, wide, itemsize)))
-        moved = tokens * itemsize * (2 * h + 4 * round_up(wide, own.k_multiple))
-        stages.append(
-            stage("shared", 6 * tokens * h * wide, weights + moved, own.quantized and execution.quantize_activations)
-        )
+        moved = tokens * itemsize * (2 * h + 4 * stored_width(wide, own))
+        fp8 = own.quantized and execution.quantize_activations
+        stages.append(stage("shared", 6 * tokens * h * wide, weights + moved, fp8=fp8))
     return tuple(stages)

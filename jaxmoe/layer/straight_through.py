@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.config import Execution
+from jaxmoe.config import Execution, MoEConfig
 from jaxmoe.layer.build import expert_weights
+from jaxmoe.layer.checks import stored_width
 from jaxmoe.layer.params import ExpertWeights
 from jaxmoe.ops.grouped_gemm.constants import undifferentiable
 from jaxmoe.ops.manual_axes import vary_together
@@ -49,6 +50,25 @@ def _each_mlp(change: Callable[[ExpertWeights], ExpertWeights], operands: Any) -
         return isinstance(node, ExpertWeights)
 
     return jax.tree.map(lambda node: change(node) if is_mlp(node) else node, operands, is_leaf=is_mlp)
+
+
+def forward_config(config: MoEConfig, execution: Execution) -> MoEConfig:
+    """The layer as its experts run forward: those that are not quantised are in ``forward_format``, if there is one."""
+    fmt = execution.forward_format
+    if fmt is None:
+        return config
+    weights, shared = (kept if kept.quantized else fmt for kept in (config.weights, config.shared_format))
+    own = None if config.shared is None else dataclasses.replace(config.shared, weights=shared)
+    return dataclasses.replace(config, weights=weights, shared=own, partial_blocks=True)
+
+
+def backward_config(config: MoEConfig) -> MoEConfig:
+    """The layer as its experts run once more on the way back: unquantised, as wide as they are stored."""
+    width, own = stored_width(config.intermediate, config.weights), config.shared
+    if own is not None:
+        slots, stored = config.fused_slots, stored_width(own.intermediate, config.shared_format)
+        own = dataclasses.replace(own, weights=BF16, intermediate=slots * width if own.fused else stored)
+    return dataclasses.replace(config, weights=BF16, intermediate=width, shared=own)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

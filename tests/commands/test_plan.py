@@ -42,6 +42,16 @@ def test_json(capsys):
     assert [s["name"] for s in found["stages"]] == [s.name for s in want.stages]
 
 
+def test_training(capsys):
+    training = ["plan", *SHAPE[:-2], "--tokens", "64", "--gpu", "H200", "--forward-format", "FP8Block"]
+    assert cli.main(training) == 0
+    assert "quantised to FP8Block in every pass" in capsys.readouterr().out
+    assert cli.main([*training, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["execution"]["forward_format"] == "FP8Block" and found["stages"][0]["name"] == "weights"
+    assert "; backward sm90_group_tokens, sm90_bf16" in found["kernels"]["deepgemm"]
+
+
 def test_a_machine_without_a_gpu_gets_no_times(capsys):
     assert cli.main(["plan", *SHAPE, "--tokens", "64", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)

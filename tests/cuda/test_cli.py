@@ -9,23 +9,15 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxmoe import cli
 from jaxmoe.commands import doctor
-from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
-from jaxmoe.cuda import arch, cubin_cache, ffi, headers, target
-from jaxmoe.cuda.deepgemm import call
+from jaxmoe.config import MoEConfig, RouterConfig
+from jaxmoe.cuda import arch, cubin_cache, ffi, headers
 from jaxmoe.errors import BackendUnavailable
 from jaxmoe.layer.kernels import kernels_for
-from jaxmoe.layer.params import ExpertWeights, MoEParams, RouterParams, SharedParams
-from jaxmoe.layer.pipeline import moe
-from jaxmoe.ops import grouped_gemm
-from jaxmoe.ops.grouped_gemm import deepgemm
-from jaxmoe.ops.permute import cuda as places
-from jaxmoe.quant.formats import BF16, MXFP4, FP8Block
-from jaxmoe.quant.tensors import GroupedWeight, scales_like
+from jaxmoe.quant.formats import FP8Block
 
 H200, B200 = arch.Arch("sm_90a", 132), arch.Arch("sm_100f", 148)
 SHAPE = ["--experts", "8", "--hidden", "512", "--intermediate", "256", "--top-k", "2"]
@@ -73,108 +65,6 @@ def test_sms_come_in_pairs(num_sms):
         arch.Arch("sm_90a", num_sms)
 
 
-def config(**changes) -> MoEConfig:
-    sizes = {"hidden": 512, "intermediate": 256, "router": RouterConfig(num_experts=8, top_k=2), "weights": FP8Block}
-    return MoEConfig(**(sizes | changes))
-
-
-def gemms(kernels) -> list:
-    """Those among a layer's kernels that multiply; the others move rows."""
-    return [kernel for kernel in kernels if "grouped" in kernel.name or "dense" in kernel.name]
-
-
-def shapes(kernels) -> list[tuple[int, int, int]]:
-    """(groups, n, k) of sm90_fp8_gemm_1d2d sources."""
-    found = []
-    for kernel in gemms(kernels):
-        arguments = kernel.code.split("<")[2].split(", ")
-        found.append((int(arguments[4]), int(arguments[2]), int(arguments[3])))
-    return found
-
-
-def test_a_layer_has_two_gemms():
-    assert shapes(kernels_for(config(), H200, [128])) == [(8, 512, 512), (8, 512, 256)]
-
-
-def test_shared_experts_add_a_dense_kernel_for_any_size_or_widen_the_stack():
-    apart = config(shared=SharedExperts(intermediate=384))
-    assert shapes(kernels_for(apart, H200, [128])) == [(8, 512, 512), (8, 512, 256), (1, 0, 0)]
-    fused = config(shared=SharedExperts(intermediate=256, fused=True))
-    assert shapes(kernels_for(fused, H200, [128])) == [(9, 512, 512), (9, 512, 256)]
-
-
-def test_partial_blocks_are_padded_as_they_are_stored():
-    odd = config(hidden=2880, intermediate=2880, partial_blocks=True)
-    assert shapes(kernels_for(odd, H200, [128])) == [(8, 5888, 2944), (8, 2880, 2944)]
-    (up, _) = gemms(kernels_for(config(hidden=2880, intermediate=2880, weights=BF16), H200, [128]))
-    assert "0, 5760, 2880, 8," in up.code
-
-
-def test_no_kernel_is_listed_twice_and_no_tokens_need_none():
-    once = kernels_for(config(), H200, [4096])
-    assert kernels_for(config(), H200, [4096, 4096]) == once
-    assert kernels_for(config(), H200, [0]) == []
-
-
-@pytest.mark.parametrize(
-    "layout, name", [("psum", "PsumLayout"), ("masked", "Masked"), ("contiguous", "MGroupedContiguous,")]
-)
-def test_the_layout_is_compiled_in(layout, name):
-    kernels = gemms(kernels_for(config(), H200, [64], Execution(layout=layout)))
-    assert len(kernels) == 2 and all(name in kernel.code and kernel.arch == "sm_90a" for kernel in kernels)
-
-
-def weight(fmt, e: int, n: int, k: int) -> GroupedWeight:
-    """A stack of matrices without numbers."""
-    stored = -(-k // fmt.k_multiple) * fmt.k_multiple
-    values = jax.ShapeDtypeStruct(
-        (e, n, stored * fmt.bits // 8 if fmt.bits == 4 else stored),
-        {16: jnp.bfloat16, 8: jnp.float8_e4m3fn, 4: jnp.uint8}[fmt.bits],
-    )
-    return GroupedWeight(values, scales_like(fmt, e, n, stored), fmt, k)  # type: ignore[arg-type]
-
-
-def experts(fmt, e: int, hidden: int, inter: int) -> ExpertWeights:
-    stored = -(-inter // fmt.k_multiple) * fmt.k_multiple
-    return ExpertWeights(weight(fmt, e, 2 * stored, hidden), weight(fmt, e, hidden, inter))
-
-
-@pytest.mark.parametrize("layout", ["psum", "masked", "contiguous"])
-@pytest.mark.parametrize(
-    "fmt, gpu, hidden", [(BF16, H200, 2880), (FP8Block, H200, 2880), (BF16, B200, 512), (MXFP4, B200, 512)]
-)
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_list_is_what_the_layer_launches(monkeypatch, fmt, gpu, hidden, layout, deterministic):
-    jax.clear_caches()  # a GEMM traced before would not be seen again
-    launched = []
-
-    def run_kernel(planned, args, results):
-        launched.append(planned[0])
-        return tuple(jnp.zeros(result.shape, result.dtype) for result in results)
-
-    monkeypatch.setattr(call, "run_kernel", run_kernel)
-    monkeypatch.setattr(places, "run_kernel", run_kernel)
-    monkeypatch.setattr(ffi, "library", lambda: None)
-    monkeypatch.setitem(grouped_gemm.BACKENDS, "deepgemm", deepgemm.grouped_gemm)
-    shared = SharedExperts(intermediate=384)
-    layer = config(hidden=hidden, weights=fmt, shared=shared, partial_blocks=True)
-    router = RouterParams(jax.ShapeDtypeStruct((hidden, 8), jnp.float32))
-    params = MoEParams(router, experts(fmt, 8, hidden, 256), SharedParams(experts(fmt, 1, hidden, 384)))
-    # On a CPU the alignment must be asked for; on a GPU it is this one.
-    execution = Execution(layout=layout, row_alignment=128, deterministic=deterministic)
-    x = jax.ShapeDtypeStruct((200, hidden), jnp.bfloat16)
-    with target.target(gpu):
-        jax.eval_shape(lambda p, x: moe(p, x, layer, execution), params, x)
-    assert len(gemms(set(launched))) >= (2 if deterministic else 3)
-    listed = kernels_for(layer, gpu, [200], Execution(layout=layout, deterministic=deterministic))
-    assert set(launched) == set(listed)
-
-
-def test_a_format_without_kernels_is_refused():
-    with pytest.raises(NotImplementedError, match="MXFP4"):
-        kernels_for(config(weights=MXFP4), H200, [64])
-
-
 def test_warmup_compiles_then_finds(cache, capsys, toolchain):
     command = ["warmup", *FOR_H200, *SHAPE, "--format", "FP8Block", "--tokens", "64", "--jobs", "2"]
     assert cli.main(command) == 0
@@ -189,6 +79,19 @@ def test_warmup_compiles_then_finds(cache, capsys, toolchain):
         assert cubin_cache.lookup(line.split()[1]) is not None
     assert cli.main(["doctor"]) == 0
     assert "4 kernels for sm_90a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, counts",
+    [
+        (["--gradients"], {"sm90_bf16_m_grouped_masked": 4}),
+        (["--forward-format", "FP8Block"], {"sm90_bf16_m_grouped_masked": 4, "sm90_fp8_1d2d_m_grouped_masked": 2}),
+    ],
+)
+def test_warmup_for_training_lists_the_backward_pass(cache, capsys, arguments, counts):
+    assert cli.main(["warmup", *FOR_H200, *SHAPE, "--tokens", "64", "--dry-run", *arguments]) == 0
+    names = re.findall(r"^  (sm90_\w+grouped_\w+)$", capsys.readouterr().out, re.MULTILINE)
+    assert {name: names.count(name) for name in names} == counts
 
 
 @pytest.mark.parametrize(
@@ -248,6 +151,7 @@ def test_warmup_reads_a_checkpoint(cache, tmp_path, capsys, quantization, target
         ([*FOR_H200, *SHAPE, "--jobs", "0"], "--jobs is 0; it must be at least 1"),
         ([*FOR_H200, *SHAPE, "--format", "INT3"], "invalid choice: 'INT3'"),
         ([*FOR_H200, *SHAPE, "--format", "MXFP8"], "sm_90a has no DeepGEMM kernel for MXFP8 weights"),
+        ([*FOR_H200, *SHAPE, "--format", "FP8Block", "--gradients"], "FP8Block have no gradient"),
         ([*FOR_H200, *SHAPE, "--layer", "1"], "--layer goes with --checkpoint"),
         ([*FOR_H200, *SHAPE, "--checkpoint", "."], "leave out --experts"),
         ([*FOR_H200, "--checkpoint", "/nowhere"], "/nowhere/config.json"),
@@ -328,7 +232,8 @@ def test_doctor_on_a_gpu_without_kernels(cache, gpu_machine, monkeypatch, toolch
 
 
 def test_a_prepared_cache_replaces_the_compiler(cache, gpu_machine, monkeypatch, toolchain):
-    cubin_cache._store("0" * 40, kernels_for(config(), H200, [8])[0], b"cubin", toolchain)
+    layer = MoEConfig(hidden=512, intermediate=256, router=RouterConfig(num_experts=8, top_k=2), weights=FP8Block)
+    cubin_cache._store("0" * 40, kernels_for(layer, H200, [8])[0], b"cubin", toolchain)
 
     def missing(memo_dir=None):
         raise BackendUnavailable("headers are missing")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -178,6 +179,28 @@ def test_kernels_are_those_that_are_compiled_or_the_reason_why_not(monkeypatch):
     assert "nothing" in deepgemm(packed, 0, device="B200")[1]
     p = plan(packed, 4096, Execution(backend="deepgemm"), device="H200")
     assert p.backend == "none" and "cannot" in p.backend_reason
+
+
+def test_a_quantised_forward_is_planned_and_the_backward_pass_is_named():
+    """BF16 experts: memory and work are those of an FP8 layer, and of making it from weights that stay."""
+    masters = dataclasses.replace(DEEPSEEK_V3, weights=BF16)
+    straight = plan(masters, 4096, Execution(forward_format=FP8Block), device="H200")
+    fp8, bf16 = plan(DEEPSEEK_V3, 4096, device="H200"), plan(masters, 4096, device="H200")
+    quantise, *rooms = straight.stages
+    assert rooms == list(fp8.stages) and quantise.name == "weights"
+    copies = fp8.memory.weights + fp8.memory.scales
+    assert quantise.bytes == bf16.memory.weights + copies
+    assert straight.memory.weights + straight.memory.scales == bf16.memory.weights + copies
+    assert straight.memory.peak - fp8.memory.peak == bf16.memory.weights
+    forward, backward = dict(straight.kernels)["deepgemm"].split("; ")
+    assert forward == "forward " + dict(fp8.kernels)["deepgemm"]
+    assert backward == "backward " + dict(bf16.kernels)["deepgemm"]
+    text = str(straight)
+    assert "below are of this pass alone" in text and "backward  experts unquantised" in text
+    assert "this pass alone" not in str(fp8)
+    # What is quantised already is not copied.
+    kept = plan(DEEPSEEK_V3, 4096, Execution(forward_format=FP8Block), device="H200")
+    assert (kept.stages, kept.memory) == (fp8.stages, fp8.memory) and "backward  experts dequantised" in str(kept)
 
 
 def test_fused_shared_experts_are_slots():
