@@ -20,6 +20,10 @@ from jaxmoe.layer.kernels import kernels_for
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
+    parser.epilog = (
+        "DeepEP's kernels, and the GEMMs of rows that other ranks send, are compiled where an EpContext is made and "
+        "its programs are traced: they depend on the ranks and on the clock of their GPUs."
+    )
     add_layer_arguments(parser, "experts on one device")
     add_run_arguments(parser)
     add_forward_format(parser)

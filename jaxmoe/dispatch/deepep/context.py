@@ -29,9 +29,10 @@ class EpContext:
     """Peer buffers of the :class:`DeepEP` transport: one on each local device of a mesh axis, known to all its ranks.
 
     Making one is collective: every process of the mesh makes the same contexts in the same order. It allocates outside
-    of XLA's memory pool, zeroes the workspace, exchanges addresses, and compiles the kernels. ``close()``, or the end
-    of a ``with`` block, gives the memory back; programs that use the context must have been traced while it was open
-    and fail with its number afterwards.
+    of XLA's memory pool, zeroes the workspace, exchanges addresses, and compiles the kernels of the ``v2`` format;
+    those of other formats, of ``deterministic=False`` and of gradients are compiled as programs that use them are traced.
+    ``close()``, or the end of a ``with`` block, gives the memory back; programs that use the context must have been
+    traced while it was open and fail with its number afterwards.
 
     A kernel that waits longer than ``timeout_seconds`` for another rank stops with an error that ends the CUDA context
     of its process: nothing on that device works afterwards, and the process must be started again, as must those of
@@ -114,7 +115,7 @@ class EpContext:
             raise
 
     def _kernels(self, calls: Calls) -> list[KernelSource]:
-        """Those of the ``v2`` format; others are compiled when a program that uses them is traced."""
+        """Those that the class says are compiled now."""
         plans = (
             calls.plan_dispatch(self.wire, self.sizes.tokens, mode="given", expand=False),
             calls.plan_combine(self.sizes.tokens, expand=False),
