@@ -30,9 +30,9 @@ class EpContext:
 
     Making one is collective: every process of the mesh makes the same contexts in the same order. It allocates outside
     of XLA's memory pool, zeroes the workspace, exchanges addresses, and compiles the kernels of the ``v2`` format;
-    those of other formats, of ``deterministic=False`` and of gradients are compiled as programs that use them are traced.
-    ``close()``, or the end of a ``with`` block, gives the memory back; programs that use the context must have been
-    traced while it was open and fail with its number afterwards.
+    those of other formats, of ``deterministic=False`` and of gradients are compiled when a program that uses them is
+    traced. ``close()``, or the end of a ``with`` block, gives the memory back; programs that use the context must have
+    been traced while it was open and fail with its number afterwards.
 
     A kernel that waits longer than ``timeout_seconds`` for another rank stops with an error that ends the CUDA context
     of its process: nothing on that device works afterwards, and the process must be started again, as must those of
