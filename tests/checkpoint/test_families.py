@@ -1,8 +1,7 @@
 """Every family's names and router, on generated layers against float64 formulas written here from the public models.
 
 The sources are those that jaxmoe/checkpoint/families.py names. No real release was read here: these layers are
-generated, and show that names and formulas are what the sources say. Stacked names are those of transformers 5
-(``conversion_mapping.py``).
+generated, and show that names and formulas are what the sources say.
 """
 
 from __future__ import annotations
@@ -18,44 +17,8 @@ from jaxmoe.checkpoint import load_config, load_moe, moe_layers
 from jaxmoe.errors import CheckpointError
 
 run = jax.jit(moe, static_argnames=("config", "execution"))
-BF16, E4M3, E8M0 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+E8M0 = ml_dtypes.float8_e8m0fnu
 T, H, I, E, K = 11, 64, 32, 8, 2  # noqa: E741
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-class Layer:
-    """Tensors by name, and what they mean in float64."""
-
-    def __init__(self, rng, prefix):
-        self.rng, self.prefix, self.tensors = rng, prefix, {}
-
-    def bf16(self, name, *shape, scale=0.5):
-        a = (self.rng.normal(size=shape) * scale).astype(BF16)
-        self.tensors[self.prefix + name] = a
-        return a.astype(np.float64)
-
-    def fp8(self, name, n, k, suffix="weight_scale_inv", scale_dtype=np.float32):
-        codes = self.rng.normal(size=(n, k)).astype(E4M3)
-        shape = -(-n // 128), -(-k // 128)
-        scale = (2.0 ** self.rng.integers(-3, 2, shape)).astype(scale_dtype)
-        if scale_dtype == np.float32:
-            scale *= 1.3
-        self.tensors[f"{self.prefix}{name}.weight"] = codes
-        self.tensors[f"{self.prefix}{name}.{suffix}"] = scale
-        return codes.astype(np.float64) * np.repeat(np.repeat(scale.astype(np.float64), 128, 0), 128, 1)[:n, :k]
-
-    def fp4(self, name, n, k):
-        codes = self.rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
-        scale = (2.0 ** self.rng.integers(-4, 1, (n, k // 32))).astype(E8M0)
-        self.tensors[f"{self.prefix}{name}.weight"] = codes.view(np.int8)
-        self.tensors[f"{self.prefix}{name}.scale"] = scale
-        values = np.stack([E2M1[codes & 15], E2M1[codes >> 4]], -1).reshape(n, k)
-        return values * np.repeat(scale.astype(np.float64), 32, 1)
-
-    def mlp(self, name, width, hidden=H, names=("gate_proj", "up_proj", "down_proj"), make=None, **options):
-        make = make or (lambda part, *shape: self.bf16(f"{part}.weight", *shape, scale=shape[1] ** -0.5))
-        shapes = (width, hidden), (width, hidden), (hidden, width)
-        return [make(f"{name}.{part}", *shape, **options) for part, shape in zip(names, shapes, strict=True)]
 
 
 def silu(g, u):
@@ -111,7 +74,7 @@ def base(model_type, **more):
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_qwen2_moe(rng, write_checkpoint, norm):
+def test_qwen2_moe(rng, new_layer, write_checkpoint, norm):
     """Softmax over all, top-k, weights left as they are unless norm_topk_prob; σ-gated shared expert; sparse step."""
     config = base(
         "qwen2_moe",
@@ -124,7 +87,7 @@ def test_qwen2_moe(rng, write_checkpoint, norm):
         mlp_only_layers=[3],
         intermediate_size=99,
     )
-    layer = Layer(rng, "model.layers.1.mlp.")
+    layer = new_layer("model.layers.1.mlp.")
     router = layer.bf16("gate.weight", E, H)
     experts = [layer.mlp(f"experts.{e}", I) for e in range(E)]
     shared, vector = layer.mlp("shared_expert", 48), layer.bf16("shared_expert_gate.weight", 1, H)
@@ -143,9 +106,9 @@ def test_qwen2_moe(rng, write_checkpoint, norm):
         load_config(path, 4)
 
 
-def test_qwen3_moe(rng, write_checkpoint):
+def test_qwen3_moe(rng, new_layer, write_checkpoint):
     config = base("qwen3_moe", moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, norm_topk_prob=True)
-    layer = Layer(rng, "model.layers.3.mlp.")
+    layer = new_layer("model.layers.3.mlp.")
     router, experts = layer.bf16("gate.weight", E, H), [layer.mlp(f"experts.{e}", I) for e in range(E)]
     x = inputs(rng)
     p = softmax(x @ router.T)
@@ -153,32 +116,28 @@ def test_qwen3_moe(rng, write_checkpoint):
     check(write_checkpoint(config, layer.tensors), 3, x, mix(x, ids, normed(w), experts))
 
 
-def test_olmoe(rng, write_checkpoint):
+def test_olmoe(rng, new_layer, write_checkpoint):
     """Softmax over all experts, not renormalised; I is the config's intermediate_size."""
     config = base("olmoe", intermediate_size=I, num_experts=E, num_experts_per_tok=K, norm_topk_prob=False)
-    layer = Layer(rng, "model.layers.0.mlp.")
+    layer = new_layer("model.layers.0.mlp.")
     router, experts = layer.bf16("gate.weight", E, H), [layer.mlp(f"experts.{e}", I) for e in range(E)]
     x = inputs(rng)
     p = softmax(x @ router.T)
     check(write_checkpoint(config, layer.tensors), 0, x, mix(x, *top(p, p), experts))
 
 
-def mixtral(rng):
+def test_mixtral(rng, new_layer, write_checkpoint):
     config = base("mixtral", intermediate_size=I, num_local_experts=E, num_experts_per_tok=K)
-    layer = Layer(rng, "model.layers.0.block_sparse_moe.")
+    layer = new_layer("model.layers.0.block_sparse_moe.")
     router = layer.bf16("gate.weight", E, H)
-    return config, layer, router, [layer.mlp(f"experts.{e}", I, names=("w1", "w3", "w2")) for e in range(E)]
-
-
-def test_mixtral(rng, write_checkpoint):
-    config, layer, router, experts = mixtral(rng)
+    experts = [layer.mlp(f"experts.{e}", I, names=("w1", "w3", "w2")) for e in range(E)]
     x = inputs(rng)
     ids, z = top(x @ router.T, x @ router.T)
     check(write_checkpoint(config, layer.tensors), 0, x, mix(x, ids, softmax(z), experts))
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
-def test_deepseek_v3_and_glm4(rng, write_checkpoint, model_type):
+def test_deepseek_v3_and_glm4(rng, new_layer, write_checkpoint, model_type):
     """Sigmoid; the bias and groups (sum of a group's best two) choose; unbiased scores, renormalised, times scaling."""
     config = base(
         model_type,
@@ -192,7 +151,7 @@ def test_deepseek_v3_and_glm4(rng, write_checkpoint, model_type):
         routed_scaling_factor=2.5,
         first_k_dense_replace=1,
     )
-    layer = Layer(rng, "model.layers.2.mlp.")
+    layer = new_layer("model.layers.2.mlp.")
     router = layer.bf16("gate.weight", E, H, scale=0.2)
     bias = rng.normal(size=E).astype(np.float32)
     layer.tensors["model.layers.2.mlp.gate.e_score_correction_bias"] = bias
@@ -208,7 +167,7 @@ def test_deepseek_v3_and_glm4(rng, write_checkpoint, model_type):
     assert moe_layers(path) == [1, 2, 3]
 
 
-def test_kimi_k2_fp8_with_partial_blocks(rng, write_checkpoint):
+def test_kimi_k2_fp8_with_partial_blocks(rng, new_layer, write_checkpoint):
     """DeepSeek-V3's layout, one group; FP8 with a last block of 32 rows and one of 64 columns."""
     h, i = 192, 160
     config = base(
@@ -228,7 +187,7 @@ def test_kimi_k2_fp8_with_partial_blocks(rng, write_checkpoint):
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     )
     config["hidden_size"] = h
-    layer = Layer(rng, "model.layers.1.mlp.")
+    layer = new_layer("model.layers.1.mlp.")
     router, bias = layer.bf16("gate.weight", 4, h), layer.bf16("gate.e_score_correction_bias", 4)
     experts = [layer.mlp(f"experts.{e}", i, h, make=layer.fp8) for e in range(4)]
     shared = layer.mlp("shared_experts", i, h, make=layer.fp8)
@@ -240,7 +199,7 @@ def test_kimi_k2_fp8_with_partial_blocks(rng, write_checkpoint):
     assert loaded.config.partial_blocks and loaded.config.weights.name == "FP8Block"
 
 
-def test_ernie_4_5_moe(rng, write_checkpoint):
+def test_ernie_4_5_moe(rng, new_layer, write_checkpoint):
     """Softmax; the bias [1, E] chooses; unbiased scores renormalised with a floor; no scaling."""
     config = base(
         "ernie4_5_moe",
@@ -254,7 +213,7 @@ def test_ernie_4_5_moe(rng, write_checkpoint):
         moe_layer_interval=1,
         moe_norm_min=1e-12,
     )
-    layer = Layer(rng, "model.layers.1.mlp.")
+    layer = new_layer("model.layers.1.mlp.")
     router = rng.normal(size=(E, H)).astype(np.float32) / 8
     layer.tensors["model.layers.1.mlp.gate.weight"] = router
     bias = rng.normal(size=(1, E)).astype(np.float32) / 4
@@ -270,7 +229,7 @@ def test_ernie_4_5_moe(rng, write_checkpoint):
         load_config(write_checkpoint({**config, "use_bias": True}, layer.tensors), 1)
 
 
-def test_minimax_m2(rng, write_checkpoint):
+def test_minimax_m2(rng, new_layer, write_checkpoint):
     """Sigmoid, bias at the block, no groups, no shared expert; FP8 experts under w1, w2, w3."""
     config = base(
         "minimax_m2",
@@ -283,7 +242,7 @@ def test_minimax_m2(rng, write_checkpoint):
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     )
     config["hidden_size"] = 128
-    layer = Layer(rng, "model.layers.0.block_sparse_moe.")
+    layer = new_layer("model.layers.0.block_sparse_moe.")
     router, bias = layer.bf16("gate.weight", 4, 128, scale=0.1), layer.bf16("e_score_correction_bias", 4)
     names = ("w1", "w3", "w2")
     experts = [layer.mlp(f"experts.{e}", 128, 128, names, layer.fp8) for e in range(4)]
@@ -295,7 +254,7 @@ def test_minimax_m2(rng, write_checkpoint):
 
 @pytest.mark.parametrize("expert_dtype", [True, False])
 @pytest.mark.parametrize("layer_index", [0, 1])
-def test_deepseek_v4_release_names(rng, write_checkpoint, expert_dtype, layer_index):
+def test_deepseek_v4_release_names(rng, new_layer, write_checkpoint, expert_dtype, layer_index):
     """No ``model.`` prefix, num_hash_layers, int8-packed experts, shared experts e4m3 with e8m0 blocks; all clamped."""
     config = base(
         "deepseek_v4",
@@ -313,7 +272,7 @@ def test_deepseek_v4_release_names(rng, write_checkpoint, expert_dtype, layer_in
         quantization_config={"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]},
     )
     config |= {"hidden_size": 128} | ({"expert_dtype": "fp4"} if expert_dtype else {})
-    layer = Layer(rng, f"layers.{layer_index}.ffn.")
+    layer = new_layer(f"layers.{layer_index}.ffn.")
     router, names = layer.bf16("gate.weight", 4, 128, scale=0.1), ("w1", "w3", "w2")
     experts = [layer.mlp(f"experts.{e}", 128, 128, names, layer.fp4) for e in range(4)]
     shared = layer.mlp("shared_experts", 128, 128, names, layer.fp8, suffix="scale", scale_dtype=E8M0)
@@ -336,7 +295,7 @@ def test_deepseek_v4_release_names(rng, write_checkpoint, expert_dtype, layer_in
             load_moe(write_checkpoint(config, layer.tensors), 0, progress=False)
 
 
-def test_gpt_oss_bf16(rng, write_checkpoint):
+def test_gpt_oss_bf16(rng, new_layer, write_checkpoint):
     """Stacks stored [E, in, out] with alternating gate and up columns; biases everywhere; alpha from the config."""
     config = base(
         "gpt_oss",
@@ -347,7 +306,7 @@ def test_gpt_oss_bf16(rng, write_checkpoint):
         swiglu_limit=1.0,
         swiglu_alpha=1.5,
     )
-    layer = Layer(rng, "model.layers.0.mlp.")
+    layer = new_layer("model.layers.0.mlp.")
     router, router_bias = layer.bf16("router.weight", E, H), layer.bf16("router.bias", E)
     gate_up, down = layer.bf16("experts.gate_up_proj", E, H, 2 * I), layer.bf16("experts.down_proj", E, I, H)
     b1, b2 = layer.bf16("experts.gate_up_proj_bias", E, 2 * I), layer.bf16("experts.down_proj_bias", E, H)
@@ -364,84 +323,3 @@ def test_gpt_oss_bf16(rng, write_checkpoint):
     parts = [load_moe(path, 0, tp=(r, 2), progress=False) for r in range(2)]
     total = sum(np.asarray(run(p.params, jnp.asarray(x, jnp.float32), config=p.config)) for p in parts)
     assert np.abs(total - want).max() <= 1e-5 * np.abs(want).max()
-
-
-def same(a, b):
-    assert a.config == b.config and jax.tree.structure(a.params) == jax.tree.structure(b.params)
-    for left, right in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
-        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
-
-
-def restack(tensors, old, new, names, suffixes):
-    """Per-expert tensors as transformers 5 keeps them: [gate; up] stacked, and down."""
-    out = {k.replace(old, new): v for k, v in tensors.items() if ".experts." not in k}
-    for target, parts in (("gate_up_proj", names[:2]), ("down_proj", names[2:])):
-        for suffix, to in suffixes.items():
-            each = [[tensors[f"{old}experts.{e}.{p}.{suffix}"] for p in parts] for e in range(E)]
-            out[f"{new}experts.{target}{to}"] = np.stack([np.concatenate(pair) for pair in each])
-    return out
-
-
-def test_stacked_names_load_the_same(rng, write_checkpoint):
-    config, layer, *_ = mixtral(rng)
-    separate = load_moe(write_checkpoint(config, layer.tensors), 0, progress=False)
-    stacked = restack(layer.tensors, layer.prefix, "model.layers.0.mlp.", ("w1", "w3", "w2"), {"weight": ""})
-    same(load_moe(write_checkpoint(config, stacked, "stacked"), 0, progress=False), separate)
-    both = layer.tensors | stacked
-    with pytest.raises(CheckpointError, match=r"layer 0 is there twice.*block_sparse_moe.*mlp"):
-        load_config(write_checkpoint(config, both, "both"), 0)
-    both = layer.tensors | {k.replace("mlp", "block_sparse_moe"): v for k, v in stacked.items()}
-    with pytest.raises(CheckpointError, match=r"experts are there twice.*w1.*stacked.*down_proj"):
-        load_config(write_checkpoint(config, both, "both"), 0)
-
-
-def test_stacked_fp8_loads_the_same(rng, write_checkpoint):
-    config = base(
-        "qwen3_moe",
-        moe_intermediate_size=128,
-        num_experts=E,
-        num_experts_per_tok=K,
-        norm_topk_prob=True,
-        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
-    )
-    layer = Layer(rng, "model.layers.0.mlp.")
-    layer.bf16("gate.weight", E, H)
-    for e in range(E):
-        layer.mlp(f"experts.{e}", 128, make=layer.fp8)
-    separate = load_moe(write_checkpoint(config, layer.tensors), 0, progress=False)
-    names, suffixes = ("gate_proj", "up_proj", "down_proj"), {"weight": "", "weight_scale_inv": "_scale_inv"}
-    stacked = restack(layer.tensors, layer.prefix, layer.prefix, names, suffixes)
-    same(load_moe(write_checkpoint(config, stacked, "stacked"), 0, progress=False), separate)
-
-
-@pytest.mark.parametrize("stacked_shape", [(), (1,), (E,), (E, 1, 1)])
-def test_per_tensor_scales(rng, write_checkpoint, stacked_shape):
-    """One scale per matrix (no weight_block_size) is repeated over blocks, and any TP cut is exact."""
-    config = base(
-        "qwen3_moe",
-        moe_intermediate_size=I,
-        num_experts=E,
-        num_experts_per_tok=K,
-        norm_topk_prob=True,
-        quantization_config={"quant_method": "fp8"},
-    )
-    layer = Layer(rng, "model.layers.0.mlp.")
-    layer.bf16("gate.weight", E, H)
-    t = layer.tensors
-    t["model.layers.0.mlp.experts.gate_up_proj"] = rng.normal(size=(E, 2 * I, H)).astype(E4M3)
-    t["model.layers.0.mlp.experts.down_proj"] = rng.normal(size=(E, H, I)).astype(E4M3)
-    scale = rng.random(stacked_shape).astype(np.float32).reshape(stacked_shape)
-    for part in ("gate_up_proj", "down_proj"):
-        t[f"model.layers.0.mlp.experts.{part}_scale_inv"] = np.asarray(scale)
-    path = write_checkpoint(config, t)
-    loaded = load_moe(path, 0, progress=False)
-    assert loaded.config.weights.name == "FP8Block" and loaded.config.partial_blocks
-    want = np.broadcast_to(scale.reshape(-1), E)
-    for w in (loaded.params.experts.gate_up, loaded.params.experts.down):
-        np.testing.assert_array_equal(w.scales, np.broadcast_to(want[:, None, None], w.scales.shape))
-    part = load_moe(path, 0, tp=(1, 4), progress=False)
-    assert part.config.intermediate == 8
-    np.testing.assert_array_equal(
-        np.asarray(part.params.experts.gate_up.values).astype(np.float32)[:, 128:136, :H],
-        t["model.layers.0.mlp.experts.gate_up_proj"].astype(np.float32)[:, I + 8 : I + 16],
-    )
