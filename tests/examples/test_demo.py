@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+
+from jaxmoe.testing.files import load_file
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.py"
@@ -44,10 +45,7 @@ def test_demo_agrees_and_says_so():
 
 
 def test_demo_fails_on_disagreement(monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("demo", DEMO)
-    assert spec is not None and spec.loader is not None
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
+    demo = load_file(DEMO)
     recorded = np.load(demo.DATA / "moe_io.npz")
     # A layer that is wrong by 1 in 10000: within the format's tolerance, outside of the exact one.
     outputs = {n: jnp.asarray(recorded[f"model.layers.{n}.mlp|y"] * np.float32(1.0001)) for n in (0, 1)}

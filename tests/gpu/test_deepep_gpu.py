@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pathlib
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +26,7 @@ from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
 from jaxmoe.quant.formats import BF16, FP8Block, WeightFormat
 from jaxmoe.router import Routing
 from jaxmoe.testing import calc_diff
+from jaxmoe.testing.files import load_file
 from jaxmoe.testing.ranks import Ended, run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -36,15 +35,6 @@ HERE = pathlib.Path(__file__).parent
 E, K, H, INTER = 16, 4, 1024, 512
 FORMATS = ("normal", "v2", "v2_psum", "ll")
 VARIANTS = [(f, True) for f in FORMATS] + [("v2", False), ("v2_psum", False)]
-
-
-def module(path: pathlib.Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"jaxmoe_gpu_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +54,7 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
 
 @pytest.fixture(scope="module")
 def model() -> ModuleType:
-    return module(HERE.parent / "dispatch" / "model.py")
+    return load_file(HERE.parent / "dispatch" / "model.py")
 
 
 def context_of(mesh: Mesh, tokens: int, **options: Any) -> EpContext:
@@ -242,7 +232,7 @@ def test_close_gives_memory_back_and_programs_say_so(rng, mesh):
 
 def test_ranks_that_share_a_gpu() -> None:
     """R = 1, 2, 4 and 8 through the launcher alone, to the bit."""
-    virtual = module(HERE / "virtual_ranks.py")
+    virtual = load_file(HERE / "virtual_ranks.py")
     for case in virtual.cases([1, 2, 4, 8]):
         virtual.check(case, virtual.load_model())
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import pathlib
 import sys
 import time
@@ -24,24 +23,15 @@ from jaxmoe.cuda.deepep import specs
 from jaxmoe.cuda.deepep.sizes import Sizes, Wire, combine_width, combine_wire
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.dispatch.deepep import formats
-
-
-def load(path: pathlib.Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"jaxmoe_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
+from jaxmoe.testing.files import load_file
 
 HERE = pathlib.Path(__file__).parent
-LAUNCHER = load(HERE / "rank_launcher.py")
+LAUNCHER = load_file(HERE / "rank_launcher.py")
 VirtualRanks, FIRST_CONTEXT, POISON = LAUNCHER.VirtualRanks, LAUNCHER.FIRST_CONTEXT, LAUNCHER.POISON
 
 
 def load_model() -> Any:
-    return load(HERE.parent / "dispatch" / "model.py")
+    return load_file(HERE.parent / "dispatch" / "model.py")
 
 
 def same(what: str, got: np.ndarray, want: np.ndarray) -> None:
