@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.bench import timing
-from jaxmoe.bench.trace import Trace, trace
+from jaxmoe.bench.trace import SEPARATE, Trace, trace_compiled
 from jaxmoe.config import Execution, MoEConfig
 from jaxmoe.layer.checks import stored_width
 from jaxmoe.layer.layout import tile_rows
@@ -97,13 +97,14 @@ def measure(config: MoEConfig, tokens: int, execution: Execution | None = None, 
     expected = plan(config, tokens, execution)
     params = random_params(config, seed)
     x = jax.random.normal(jax.random.key(seed + 1), (tokens, config.hidden), jnp.bfloat16)
-    layer = jax.jit(functools.partial(moe, config=config, execution=execution))
-    memory = layer.lower(params, x).compile().memory_analysis()
+    lowered = jax.jit(functools.partial(moe, config=config, execution=execution)).lower(params, x)
+    layer = lowered.compile()
+    memory = layer.memory_analysis()
     assert memory is not None
     seconds = timing.seconds(layer, params, x)
     traced = replay = None
     if jax.default_backend() == "gpu":
-        traced, replay = (trace(layer, params, x, command_buffers=buffers) for buffers in (False, True))
+        traced, replay = (trace_compiled(c, params, x) for c in (lowered.compile(SEPARATE), layer))
     return Figures(
         plan=expected,
         seconds=seconds,

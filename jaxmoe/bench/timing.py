@@ -17,7 +17,7 @@ _MIN_SECONDS = 0.05
 
 
 def seconds(f: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
-    """Median time of one call of jitted ``f``: batches of about 50 ms of back-to-back calls, after a warm-up.
+    """Median time of one call of jitted or compiled ``f``: batches of about 50 ms of back-to-back calls, warmed up.
 
     Calls are asynchronous, so this is the device's time as long as it is above what the host needs to dispatch one
     (about 50 µs).

@@ -69,19 +69,28 @@ class Trace:
         return total
 
 
-def trace(f: Any, *args: Any, calls: int = 3, command_buffers: bool = False) -> Trace:
-    """Traces ``calls`` calls of jitted ``f`` on the first GPU, each by itself.
+SEPARATE = {"xla_gpu_enable_command_buffer": ""}
+"""Compiler options for a program whose kernels are launched one by one, in no command buffer."""
+
+
+def trace(f: Any, *args: Any, calls: int = 3) -> Trace:
+    """:func:`trace_compiled` of jitted ``f``, compiled with :data:`SEPARATE`."""
+    return trace_compiled(f.lower(*args).compile(SEPARATE), *args, calls=calls)
+
+
+def trace_compiled(compiled: Any, *args: Any, calls: int = 3) -> Trace:
+    """Traces ``calls`` calls of a compiled program on the first GPU, each by itself.
+
+    Compiled as XLA does by default, kernels run in command buffers, and the profiler does not say which instruction one
+    belongs to: scopes are unknown. Compiled with :data:`SEPARATE` they are known, but launches by a host that is being
+    traced leave gaps that the program does not have otherwise.
 
     Args:
-      f, args: the program. calls: how many; the one of median length is returned.
-      command_buffers: compile as XLA does by default. The profiler does not say which instruction a kernel of a
-        command buffer belongs to, so scopes are unknown then; without them, launches by a host that is being traced
-        leave gaps that the program does not have otherwise.
+      compiled, args: the program. calls: how many; the one of median length is returned.
 
     Raises:
       RuntimeError: the profiler saw no kernel: this is not a GPU, or it has no right to trace.
     """
-    compiled = f.lower(*args).compile(None if command_buffers else {"xla_gpu_enable_command_buffer": ""})
     scopes = dict(_METADATA.findall(compiled.as_text()))
     jax.block_until_ready(compiled(*args))
     runs = sorted((_one(compiled, args, scopes) for _ in range(calls)), key=lambda run: run.span)

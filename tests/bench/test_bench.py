@@ -89,6 +89,14 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pass --experts, --hidden" in capsys.readouterr().err
 
 
+def test_what_is_timed_is_the_program_whose_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+    monkeypatch.setattr(timing, "seconds", lambda f, *args, **options: timed.append(f) or 1e-3)
+    figures = layer.measure(config(weights=BF16), 4)
+    assert isinstance(timed[0], jax.stages.Compiled) and figures.seconds == 1e-3
+    assert figures.peak > sum(a.nbytes for a in jax.tree.leaves(layer.random_params(config(weights=BF16))))
+
+
 def test_hash_routing_is_refused() -> None:
     hashed = dataclasses.replace(config().router, hash_routing=True)
     with pytest.raises(ValueError, match="needs token ids"):
