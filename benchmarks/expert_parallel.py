@@ -4,7 +4,8 @@
 
 DeepSeek-V3's width and routing: H = 7168, 256 experts, 8 per token. Rates count the bytes of rows that cross a link,
 per GPU and direction: a row per token and other rank it goes to. With one GPU nothing crosses a link; rates are then
-of rows moved inside it. Combine returns bf16 whatever travelled there.
+of rows moved inside it. Combine returns bf16 whatever travelled there. The last four columns are of DeepEP's kernels
+that use the link, alone: what they take, and their rate over that of a plain copy from GPU to GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.bench import timing
 from jaxmoe.bench.layer import random_params
+from jaxmoe.bench.trace import trace
 from jaxmoe.config import Execution, MoEConfig, RouterConfig
 from jaxmoe.dispatch.all_to_all import AllToAll
 from jaxmoe.dispatch.base import Dispatch
@@ -64,13 +67,11 @@ def rooms(transport: Dispatch, *, back: bool) -> Callable[..., Any]:
     """Dispatch, or dispatch and combine of rows y that are there already: nothing else touches what arrived."""
 
     def body(x: jax.Array, ids: jax.Array, weights: jax.Array, y: jax.Array) -> jax.Array:
-        sent = transport.dispatch(x, ids, weights, E)
-        if not back:
-            rows = sent.x.rows if isinstance(sent.x, GroupedRows) else sent.x
-            values = rows if isinstance(rows, jax.Array) else rows.values
-            return values.reshape(sent.ids.shape[0], -1)[:1].astype(jnp.float32) + sent.weights[:1, :1]
-        y, sent = lax.optimization_barrier((y, sent))
-        return transport.combine(y, sent)
+        y, sent = lax.optimization_barrier((y, transport.dispatch(x, ids, weights, E)))
+        rows = sent.x.rows if isinstance(sent.x, GroupedRows) else sent.x
+        values = rows if isinstance(rows, jax.Array) else rows.values
+        used = values.reshape(sent.ids.shape[0], -1)[:1, :1].astype(jnp.float32) + sent.weights[:1, :1]
+        return transport.combine(y, sent) + used if back else used
 
     return body
 
@@ -112,7 +113,8 @@ def ragged(mesh: Mesh, tokens: int, data: Data) -> float:
     return timing.seconds(jax.jit(on(mesh, body)), rows, *arrays)
 
 
-HEADER = ["", "T", "dispatch us", "both us", "dispatch GB/s", "both GB/s", "of copy"]
+HEADER = ["", "T", "dispatch us", "both us", "dispatch GB/s", "both GB/s", "there us", "back us", "there", "back"]
+KERNELS = ("::dispatch_impl", "::combine_impl")
 Row = tuple[Any, ...]
 
 
@@ -128,7 +130,16 @@ def measure(mesh: Mesh, data: Data, peer: float | None, name: str, transport: Di
         timed(on(mesh, rooms(transport, back=back)), data.x, data.ids, data.weights, y) for back in (False, True)
     )
     rates = crossing * row_bytes / there / 1e9, crossing * (row_bytes + 2 * H) / both / 1e9
-    return name, tokens, there * 1e6, both * 1e6, *rates, None if peer is None else rates[0] * 1e9 / peer
+    alone: list[float | None] = [None] * 4
+    if isinstance(transport, DeepEP):
+        run = timing.repeated(on(mesh, rooms(transport, back=True)))
+        kernels = trace(run, [jnp.copy(data.x) for _ in range(8)], data.ids, data.weights, y, calls=1).kernels
+        # The first one also waits until the other ranks have begun.
+        times = [statistics.median([k.seconds for k in kernels if each in k.name][1:]) for each in KERNELS]
+        alone = [1e6 * t for t in times]
+        sizes = crossing * row_bytes, crossing * 2 * H
+        alone += [None] * 2 if peer is None else [n / t / peer for n, t in zip(sizes, times, strict=True)]
+    return name, tokens, there * 1e6, both * 1e6, *rates, *alone
 
 
 def kernels(mesh: Mesh, data: Data, peer: float | None, sms: list[int]) -> Iterator[Row]:
@@ -155,8 +166,7 @@ def collectives(mesh: Mesh, data: Data, peer: float | None) -> Iterator[Row]:
         tokens = data.x.shape[0] // mesh.size
         seconds = ragged(mesh, tokens, data)
         rate = data.remote * 2 * H / seconds / 1e9
-        of_peer = None if peer is None else rate * 1e9 / peer
-        yield "ragged_all_to_all bf16, rows only", tokens, seconds * 1e6, None, rate, None, of_peer
+        yield "ragged_all_to_all bf16, rows only", tokens, seconds * 1e6, None, rate, *[None] * 5
 
 
 def layer(mesh: Mesh, tokens: int, fmt: WeightFormat, experts: int, inter: int) -> list[tuple[Any, ...]]:

@@ -44,11 +44,13 @@ def kernel_seconds(f: Callable[..., Any], first: Any, *rest: Any, inner: int = 4
     that nothing can be merged or left out.
     """
     firsts = [jax.tree.map(jnp.copy, first) for _ in range(inner)]
-    return seconds(_repeated(f), firsts, *rest, repeats=repeats) / inner
+    return seconds(repeated(f), firsts, *rest, repeats=repeats) / inner
 
 
 @functools.lru_cache(maxsize=64)
-def _repeated(f: Callable[..., Any]) -> Callable[..., Any]:
+def repeated(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The program of :func:`kernel_seconds`: ``f`` of each of a list of ``firsts`` and the ``rest``, in turn."""
+
     @jax.jit
     def run(firsts: list[Any], *rest: Any) -> list[Any]:
         outs: list[Any] = []

@@ -154,7 +154,10 @@ def find_headers(memo_dir: Path | None = None, package: Package = "deep_gemm") -
     shims = SHIMS / package
     # The directory of cccl/ comes before CUDA's, which may hold another one: the two must not mix.
     include = (shims, wheel.path, cccl.path, cccl.path / "cccl", cuda.path)
-    overrides = cute_overrides(wheel.path) if package == "deep_gemm" and needs_overrides(cccl) else ()
+    if package == "deep_ep":
+        overrides = waiting_epilogues(wheel.path)
+    else:
+        overrides = cute_overrides(wheel.path) if needs_overrides(cccl) else ()
     parts = (tree_hash(shims), wheel.digest, cuda.digest, cccl.digest, *(text for _, text in overrides))
     return Headers(tuple(dict.fromkeys(include)), overrides, hashlib.sha256("\0".join(parts).encode()).hexdigest())
 
@@ -178,6 +181,24 @@ def cute_overrides(include: Path) -> tuple[tuple[str, str], ...]:
         text, count = _VARIADIC.subn(r"\1\2", path.read_text(encoding="utf-8"))
         if count:
             changed.append((path.relative_to(include).as_posix(), text))
+    return tuple(changed)
+
+
+_EPILOGUES = ("dispatch_copy_epilogue", "combine_reduce_epilogue")
+_END_OF_KERNEL = re.compile(r"\n}\n\n}  // (?:namespace )?deep_ep::elastic\s*$")
+
+
+def waiting_epilogues(include: Path) -> tuple[tuple[str, str], ...]:
+    """Returns DeepEP's epilogue headers with a wait for the kernel's last stores before its end.
+
+    As shipped, a block may exit while the copy engine still reads its shared memory, which PTX does not allow
+    (``cp.async.bulk``): on an H200, several short rows per SM then end in "illegal address" now and then.
+    """
+    changed = []
+    for name in (f"deep_ep/impls/{kernel}.cuh" for kernel in _EPILOGUES):
+        text, count = _END_OF_KERNEL.subn(r"\n    ptx::tma_store_wait();\g<0>", (include / name).read_text("utf-8"))
+        assert count == 1, name  # the tree is the pinned one
+        changed.append((name, text))
     return tuple(changed)
 
 
