@@ -155,7 +155,7 @@ def find_headers(memo_dir: Path | None = None, package: Package = "deep_gemm") -
     # The directory of cccl/ comes before CUDA's, which may hold another one: the two must not mix.
     include = (shims, wheel.path, cccl.path, cccl.path / "cccl", cuda.path)
     if package == "deep_ep":
-        overrides = waiting_epilogues(wheel.path)
+        overrides = combine_overrides(wheel.path)
     else:
         overrides = cute_overrides(wheel.path) if needs_overrides(cccl) else ()
     parts = (tree_hash(shims), wheel.digest, cuda.digest, cccl.digest, *(text for _, text in overrides))
@@ -184,22 +184,23 @@ def cute_overrides(include: Path) -> tuple[tuple[str, str], ...]:
     return tuple(changed)
 
 
-_EPILOGUES = ("dispatch_copy_epilogue", "combine_reduce_epilogue")
-_END_OF_KERNEL = re.compile(r"\n}\n\n}  // (?:namespace )?deep_ep::elastic\s*$")
+_LOAD_FIRST = re.compile(
+    r"^( *ptx::tma_load_1d\(.*\);\n)( *ptx::mbarrier_arrive_and_set_tx\(mbarrier_ptr, kNumHiddenBytes\);\n)",
+    re.MULTILINE,
+)
 
 
-def waiting_epilogues(include: Path) -> tuple[tuple[str, str], ...]:
-    """Returns DeepEP's epilogue headers with a wait for the kernel's last stores before its end.
+def combine_overrides(include: Path) -> tuple[tuple[str, str], ...]:
+    """Returns DeepEP's combine header with each barrier told what is to come before the copy that brings it starts.
 
-    As shipped, a block may exit while the copy engine still reads its shared memory, which PTX does not allow
-    (``cp.async.bulk``): on an H200, several short rows per SM then end in "illegal address" now and then.
+    As shipped it is told after, which is allowed. But in the last, unpaired iteration of the loop ptxas 13.0.88 gives
+    both instructions one scoreboard and polls the barrier without waiting for it: as soon as more than four warps of
+    an SM got there, an H200 raised "out-of-range address" at the copy. This order compiles to other code.
     """
-    changed = []
-    for name in (f"deep_ep/impls/{kernel}.cuh" for kernel in _EPILOGUES):
-        text, count = _END_OF_KERNEL.subn(r"\n    ptx::tma_store_wait();\g<0>", (include / name).read_text("utf-8"))
-        assert count == 1, name  # the tree is the pinned one
-        changed.append((name, text))
-    return tuple(changed)
+    name = "deep_ep/impls/combine.cuh"
+    text, count = _LOAD_FIRST.subn(r"\2\1", (include / name).read_text(encoding="utf-8"))
+    assert count == 2, count  # the tree is the pinned one
+    return ((name, text),)
 
 
 def tree_hash(root: Path, memo_dir: Path | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
 import jax.numpy as jnp
@@ -109,6 +110,14 @@ def headers(toolchain):
         return jit.find_toolchain(package="deep_ep")
     except BackendUnavailable as missing:
         pytest.skip(str(missing))
+
+
+def test_combine_tells_a_barrier_of_the_bytes_before_they_are_fetched(headers):
+    """In both loops over rows; the other order ended in illegal addresses on an H200."""
+    ((name, text),) = headers.headers.overrides
+    assert name == "deep_ep/impls/combine.cuh"
+    asked = re.findall(r"ptx::(mbarrier_arrive_and_set_tx|tma_load_1d|mbarrier_wait_and_flip_phase)\(", text)
+    assert asked == ["mbarrier_arrive_and_set_tx", "tma_load_1d", "mbarrier_wait_and_flip_phase"] * 2
 
 
 def calls(arch: str, ranks: int, wire: Wire) -> list[specs.Call]:

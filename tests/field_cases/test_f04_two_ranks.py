@@ -18,6 +18,7 @@ IDS, WEIGHTS = [[2, 2], [1, 3]], [[0.25, 0.75], [0.5, 0.5]]
 OVER = PartitionSpec("r")
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("capacity", [None, 1])
 def test_b_two_ranks(capacity: int | None) -> None:
     """Both tokens are rank 0's; rank 1 has two that go nowhere."""

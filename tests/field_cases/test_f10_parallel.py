@@ -21,6 +21,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 @pytest.mark.parametrize("cut", LAYOUTS)
 @pytest.mark.parametrize("name", ["BF16", "FP8Block", "MXFP8", "MXFP4"])

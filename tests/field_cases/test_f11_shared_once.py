@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,10 @@ def _with_shared(params, shared):
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["replicated", "sharded"])
-@pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "dp{}-ep{}-tp{}".format(*s))
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(s, id="dp{}-ep{}-tp{}".format(*s), marks=pytest.mark.devices(math.prod(s))) for s in MESHES],
+)
 def test_every_mesh(sizes: tuple[int, int, int], cut: bool) -> None:
     """Sharded: over the axis that cuts I where there is one alone, else over that and the experts' together."""
     config, params, x, (y, dx, d_shared) = one_device()

@@ -23,6 +23,7 @@ def layer(inter: int) -> tuple:
     return config, make_params(config, gate=arrays[0], up=arrays[1], down=arrays[2])
 
 
+@pytest.mark.devices(2)
 def test_b_partial_sums() -> None:
     config, params = layer(4)
     mesh, layout = Mesh(np.array(jax.devices()[:2]), "t"), ParallelLayout(intermediate="t")
@@ -34,6 +35,7 @@ def test_b_partial_sums() -> None:
     np.testing.assert_allclose(moe_parallel(sharded, one, config, layout, mesh), 285.396347, rtol=1e-5)
 
 
+@pytest.mark.devices(2)
 def test_d_intermediate_must_divide() -> None:
     config, params = layer(3)
     mesh = Mesh(np.array(jax.devices()[:2]), "t")

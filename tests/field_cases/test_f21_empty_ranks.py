@@ -24,6 +24,8 @@ R, T = 4, 6
 SENT = np.array([[2, 0, 1, 0], [0, 0, 0, 0], [1, 3, 0, 1], [0, 1, 0, 2]])
 OVER = PartitionSpec("r")
 
+pytestmark = pytest.mark.devices(R)
+
 
 def single_entry(i: int, j: int) -> np.ndarray:
     sent = np.zeros((R, R), int)

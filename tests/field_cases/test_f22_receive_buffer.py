@@ -39,6 +39,7 @@ class Poisoned(AllToAll):
         return super().combine(jnp.where(unused, jnp.float32(self.poison), y), dispatched)
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_a_b_c(capacity: int | None) -> None:
     """Expert 0 of two, one on each rank; its bias 0.5. Five of eight tokens go nowhere and hold the poison too."""

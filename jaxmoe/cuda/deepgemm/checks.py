@@ -30,22 +30,24 @@ def check(gemm: Gemm, config: Config) -> None:
     """Refuses ``gemm`` if ``config`` cannot run it; see :func:`check_problem` for the rest.
 
     Raises:
-      ShapeError: rows that are not aligned or a capacity that is not a multiple of BLOCK_M, a BLOCK_M that the
-        layout cannot have, float32 output with swapped operands on SM100.
+      BackendUnavailable: rows that are not aligned or a capacity that is not a multiple of BLOCK_M, a BLOCK_M that
+        the layout cannot have.
+      ShapeError: a configuration that no kernel can run: float32 output with swapped operands on SM100, too much
+        tensor or shared memory.
     """
     block_m = config.block_m
     if gemm.layout in ("masked", "contiguous") and gemm.m % block_m:
         what, beyond = "number of rows m", "rows without a label"
         if gemm.layout == "masked":
             what, beyond = "capacity m of an expert", "the next expert"
-        raise ShapeError(
+        raise BackendUnavailable(
             f"{gemm.layout}: the {what} is {gemm.m}, not a multiple of BLOCK_M {block_m}, and the last tile would run "
             f"into {beyond}; pad m to {align(gemm.m, block_m)}"
         )
     if gemm.grouped and gemm.arch == "sm_90" and block_m not in (64, 128):
-        raise ShapeError(f"{gemm.layout} on sm_90: BLOCK_M is {block_m}; set mk_alignment to 64 or 128")
+        raise BackendUnavailable(f"{gemm.layout} on sm_90: BLOCK_M is {block_m}; set mk_alignment to 64 or 128")
     if gemm.layout == "masked" and gemm.arch == "sm_100" and block_m not in (32, 64, 128):
-        raise ShapeError(f"masked on sm_100: BLOCK_M is {block_m}; set mk_alignment to 32, 64 or 128")
+        raise BackendUnavailable(f"masked on sm_100: BLOCK_M is {block_m}; set mk_alignment to 32, 64 or 128")
     if gemm.arch == "sm_100":
         if config.swap_ab and gemm.d == "f32":
             raise ShapeError("float32 output with swap_ab reads unfinished sums on sm_100; set swap_ab=False")

@@ -25,15 +25,16 @@ def choose(gemm: Gemm, *, num_sms: int, mk_alignment: int = 128) -> Config:
         on SM100.
 
     Raises:
-      ShapeError: an empty GEMM, an odd ``num_sms``, an alignment that is not a multiple of 16.
-      BackendUnavailable: no configuration fits into shared memory.
+      ShapeError: an empty GEMM, an odd ``num_sms``.
+      BackendUnavailable: an alignment that is not a multiple of 16; no configuration fits into shared memory.
     """
     if min(gemm.m, gemm.n, gemm.k, gemm.groups) < 1:
         raise ShapeError(f"m {gemm.m}, n {gemm.n}, k {gemm.k}, groups {gemm.groups}: each must be at least 1")
     if num_sms < 2 or num_sms % 2:
         raise ShapeError(f"num_sms is {num_sms}; the kernels run on an even number of SMs, at least 2")
-    if mk_alignment < 16 or mk_alignment % 16:
-        raise ShapeError(f"mk_alignment is {mk_alignment}; it must be a multiple of 16, at least 16")
+    aligned = gemm.layout in ("contiguous", "psum") or (gemm.layout == "masked" and gemm.arch == "sm_100")
+    if aligned and (mk_alignment < 16 or mk_alignment % 16):
+        raise BackendUnavailable(f"mk_alignment is {mk_alignment}; it must be a multiple of 16, at least 16")
     choice = _choose_sm90 if gemm.arch == "sm_90" else _choose_sm100
     return choice(gemm, num_sms, mk_alignment)
 
