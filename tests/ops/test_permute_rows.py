@@ -72,8 +72,8 @@ def test_scales_of_many_rows(rng: np.random.Generator, quant: ActivationQuant, r
     assert got.shape == (*lead, 3, -(-rows // 4) * 4) and got.dtype == dtype
 
 
-@pytest.mark.parametrize(("n", "order"), [(8, ["cuda", "pallas"]), (api.MANY_CHOICES // 2, ["pallas", "cuda"])])
-def test_auto_takes_what_is_faster(monkeypatch: pytest.MonkeyPatch, n: int, order: list[str]) -> None:
+@pytest.mark.parametrize("n", [8, 16384])
+def test_auto_takes_what_is_faster(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     asked = []
 
     def declining(name: str) -> Any:
@@ -87,7 +87,7 @@ def test_auto_takes_what_is_faster(monkeypatch: pytest.MonkeyPatch, n: int, orde
         monkeypatch.setitem(api.COPY_QUANTIZED, name, declining(name))
     g = group_tokens(jnp.zeros((n, 2), jnp.int32), 1, alignment=1)
     permute(quantize(jnp.zeros((n, 128)), QUANTS[0]), g)
-    assert asked == order
+    assert asked == ["cuda", "pallas"]
 
 
 @pytest.mark.parametrize("quant", QUANTS, ids=str)

@@ -28,11 +28,8 @@ COPY_QUANTIZED: dict[str, Callable[..., QuantizedRows]] = {
     "pallas": pallas.copy_quantized,
     "reference": reference.copy_quantized,
 }
-"""Implementations by name: ``f(x, slots, source, row_shape)``."""
-
-MANY_CHOICES = 32768
-"""Choices N·K from which on ``auto`` moves quantised rows by ``pallas`` and their scales by XLA, 169 against 236 µs for
-8192 tokens of 8; fewer go in one launch, 29 against 33 µs for 1024. See ``benchmarks/RESULTS.md``."""
+"""Implementations by name: ``f(x, slots, source, row_shape)``. ``cuda``, one launch, was faster than ``pallas`` with
+scales by XLA for every number of tokens tried: 158 against 168 µs for 8192 of 8 choices, 22 against 29 for 1024."""
 
 SUM: dict[str, Callable[..., Array]] = {"pallas": pallas.sum_rows, "reference": reference.sum_rows}
 """Implementations by name: ``f(rows, slots, weights, add, *, scale, out_dtype)``."""
@@ -64,8 +61,6 @@ def permute(x: Array | QuantizedRows, grouping: Grouping, *, backend: Backend = 
         raise ShapeError(f"x {list(values.shape)} does not hold the {grouping.slots.shape[0]} tokens that were grouped")
     x, slots, source = vary_together(x, grouping.slots, grouping.source)
     if isinstance(x, QuantizedRows):
-        if backend == "auto" and slots.size >= MANY_CHOICES:
-            backend = ("pallas", "cuda", "reference")
         rows = _backend.run("permute", COPY_QUANTIZED, backend, x, slots, source, grouping.row_shape)
     else:
         rows = jnp.reshape(_permute(x, slots, source, backend), (*grouping.row_shape, values.shape[1]))
