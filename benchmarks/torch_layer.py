@@ -155,7 +155,7 @@ def graph(torch: Any, call: Callable[[], None]) -> Callable[[], None]:
 WAYS = ("eager", "graph", "graph, 2 streams")
 
 
-def compare(config: MoEConfig, tokens: int, turns: int = 5) -> dict[str, float]:
+def compare(config: MoEConfig, tokens: int, turns: int = 8) -> dict[str, float]:
     """Seconds of our layer and of torch's by WAYS, and how far each result of torch's is from ours."""
     peer = peers.TorchDeepGEMM()
     torch = peer.torch
@@ -174,12 +174,14 @@ def compare(config: MoEConfig, tokens: int, turns: int = 5) -> dict[str, float]:
         call()
         figures[f"difference, {way}"] = calc_diff(layer.y.float().cpu().numpy(), mine)
         inner[way] = min(max(1, int(0.05 / peer.seconds(call, inner=4, repeats=1))), 2000)
-    # In turns, so that a drift of the clock meets all.
+    # In turns, each way first as often as last: what runs after a pause finds higher clocks.
     times: dict[str, list[float]] = {way: [] for way in ("ours", *WAYS)}
-    for _ in range(turns):
-        times["ours"].append(timing.seconds(ours, params, x, repeats=1))
-        for way, call in calls.items():
-            times[way].append(peer.seconds(call, inner=inner[way], repeats=1))
+    for turn in range(turns):
+        for way in [*times][turn % len(times) :] + [*times][: turn % len(times)]:
+            if way == "ours":
+                times[way].append(timing.seconds(ours, params, x, repeats=1))
+            else:
+                times[way].append(peer.seconds(calls[way], inner=inner[way], repeats=1))
     return figures | {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
