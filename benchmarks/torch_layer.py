@@ -152,7 +152,7 @@ def graph(torch: Any, call: Callable[[], None]) -> Callable[[], None]:
     return captured.replay
 
 
-WAYS = ("eager", "graph", "graph, 2 streams")
+WAYS: tuple[str, ...] = ("eager", "graph", "graph, 2 streams")
 
 
 def compare(config: MoEConfig, tokens: int, turns: int = 8) -> dict[str, float]:
