@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.bench import timing
-from jaxmoe.bench.trace import trace
+from jaxmoe.bench.trace import device_seconds
 from jaxmoe.cuda import target
 from jaxmoe.ops.permute import Grouping, group_tokens, permute, unpermute
 from jaxmoe.ops.permute.cuda import Tiles, choose_tiles, copy_quantized_kernel, copy_scales_kernel
@@ -50,7 +50,7 @@ class Case:
     @property
     def seconds(self) -> Callable[..., float]:
         """How to measure: few tokens by the profiler, because the host takes longer than the device."""
-        return timing.kernel_seconds if self.n > 1024 else busy
+        return timing.kernel_seconds if self.n > 1024 else device_seconds
 
     def ids(self) -> jax.Array:
         """Distinct experts per token, -1 for those held elsewhere."""
@@ -83,11 +83,6 @@ CASES = [
 def random(n: int, w: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     """Normal numbers."""
     return jax.random.normal(jax.random.key(0), (n, w), dtype)
-
-
-def busy(f: Callable[..., Any], *args: Any) -> float:
-    """Seconds that the device spends on one call."""
-    return trace(jax.jit(f), *args).busy
 
 
 def moved_by_row(x: QuantizedRows) -> int:
@@ -134,7 +129,7 @@ def group_row(case: Case, backend: str) -> Row:
     ours, xla = (
         lambda ids, b=b: group_tokens(ids, case.held, alignment=128, backend=b) for b in (backend, "reference")
     )
-    seconds, peer = (busy(f, case.ids()) for f in (ours, xla))
+    seconds, peer = (device_seconds(f, case.ids()) for f in (ours, xla))
     return f"group {case}", seconds * 1e6, peer * 1e6, peer / seconds
 
 

@@ -37,6 +37,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 ERROR_BYTES = 4096
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cases that kernels decline, such as float32 experts, are to be right on a GPU all the same."""
+    fall_back = pytest.mark.filterwarnings("ignore:.*runs the slow reference on this GPU:RuntimeWarning")
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            item.add_marker(fall_back)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of GPUs run where there are enough of them. There, of the others only the field cases do, on the GPU."""
     need = max([mark.args[0] for mark in item.iter_markers("multigpu")], default=0)
@@ -50,8 +58,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         want = max([mark.args[0] for mark in item.iter_markers("devices")], default=1)
         if have < want:
             pytest.skip(f"needs {want} devices, this machine has {have} GPUs; JAX_PLATFORMS=cpu has as many")
-        # Cases that kernels decline, such as float32 experts, are to be right here all the same.
-        item.add_marker(pytest.mark.filterwarnings("ignore:.*runs the slow reference on this GPU:RuntimeWarning"))
 
 
 @pytest.fixture(autouse=True, scope="module")

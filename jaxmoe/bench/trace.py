@@ -97,6 +97,15 @@ def trace_compiled(compiled: Any, *args: Any, calls: int = 3) -> Trace:
     return runs[calls // 2]
 
 
+def device_seconds(f: Any, *args: Any) -> float:
+    """Seconds in which the first GPU works on a call of ``f``: of short kernels, that the host would bound.
+
+    Raises:
+      RuntimeError: see :func:`trace`.
+    """
+    return trace(jax.jit(f), *args).busy
+
+
 def _one(compiled: Any, args: tuple[Any, ...], scopes: dict[str, str]) -> Trace:
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
