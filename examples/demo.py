@@ -21,6 +21,7 @@ from jaxmoe.testing import calc_diff
 
 DATA = Path(__file__).parent / "data" / "deepseek_v4_fp4"
 EXACT_LIMIT = 1e-5
+ROUNDED_LIMIT = 1e-2  # rows are rounded to e4m3 before both GEMMs
 
 forward = jax.jit(jaxmoe.nn.MoE.__call__)
 route = jax.jit(jaxmoe.route, static_argnames="config")
@@ -72,15 +73,14 @@ def show_routing(layer: jaxmoe.nn.MoE, x: jax.Array, token_ids: jax.Array, ids: 
 
 def show_agreement(layer: jaxmoe.nn.MoE, x: jax.Array, y: jax.Array, ids: jax.Array | None) -> bool:
     """Compares both ways of running with the recorded output."""
-    execution = jaxmoe.Execution(quantize_activations=False)
+    execution = jaxmoe.Execution(quantize_activations=False, backend="reference")
     exact = jaxmoe.nn.MoE.from_params(layer.config, layer.params, execution)
     error = float(jnp.abs(forward(exact, x, token_ids=ids) - y).max() / jnp.abs(y).max())
     quantized = forward(layer, x.astype(jnp.bfloat16), token_ids=ids)
     difference = calc_diff(quantized, y)
-    limit = layer.config.weights.max_diff
     print(f"  exact, f32 rows:    largest error {error:.1e} of the largest output (limit {EXACT_LIMIT:.0e})")
-    print(f"  quantised, e4m3:    1 - similarity {difference:.1e} (limit {limit:.0e})")
-    return error <= EXACT_LIMIT and difference <= limit
+    print(f"  quantised, e4m3:    1 - similarity {difference:.1e} (limit {ROUNDED_LIMIT:.0e})")
+    return error <= EXACT_LIMIT and difference <= ROUNDED_LIMIT
 
 
 def show_cost(layer: jaxmoe.nn.MoE, x: jax.Array, ids: jax.Array | None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+import jaxmoe
 from jaxmoe.testing.files import load_file
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,14 @@ def test_demo_agrees_and_says_so():
     assert len(out.splitlines()) < 60
     # 48 tokens, 2 experts each, 2 layers.
     assert out.count("█") == 2 * 2 * 48
+
+
+def test_demo_agrees_with_weights_that_a_gpu_had_converted(monkeypatch, capsys):
+    demo = load_file(DEMO)
+    monkeypatch.setattr(demo, "kernel_format", lambda fmt: jaxmoe.FP8Block)
+    monkeypatch.setattr(demo, "show_cost", lambda *args: None)
+    assert demo.main() == 0
+    assert "MXFP4 weights, converted to FP8Block" in capsys.readouterr().out
 
 
 def test_demo_fails_on_disagreement(monkeypatch, capsys):
