@@ -5,7 +5,8 @@
 
 Router loads are balanced as DeepSeek-V3's: after each step the correction bias of an expert that got more than its
 share goes down a little, that of one which got less goes up; a loss for even load within each sequence and one for
-small logits can be added. With ``--forward FP8Block`` experts run in FP8 forward, and backward in f32.
+small logits can be added. Experts compute in f32 on a CPU and in bf16 elsewhere, from f32 weights;
+with ``--forward FP8Block`` they run in FP8 forward.
 """
 
 from __future__ import annotations
