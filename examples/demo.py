@@ -21,7 +21,7 @@ from jaxmoe.testing import calc_diff
 
 DATA = Path(__file__).parent / "data" / "deepseek_v4_fp4"
 EXACT_LIMIT = 1e-5
-ROUNDED_LIMIT = 1e-2  # rows are rounded to e4m3 before both GEMMs
+ROUNDED_LIMIT = 5e-3  # rows are rounded to e4m3 before both GEMMs, which makes about 3e-3
 
 forward = jax.jit(jaxmoe.nn.MoE.__call__)
 route = jax.jit(jaxmoe.route, static_argnames="config")
