@@ -142,13 +142,13 @@ def measure(mesh: Mesh, data: Data, peer: float | None, name: str, transport: Di
     return name, tokens, there * 1e6, both * 1e6, *rates, *alone
 
 
-def kernels(mesh: Mesh, data: Data, peer: float | None, sms: list[int]) -> Iterator[Row]:
+def kernels(mesh: Mesh, data: Data, peer: float | None, sms: list[int], graphs: bool) -> Iterator[Row]:
     """DeepEP's transports; every format with the most SMs, one with fewer."""
     tokens = data.x.shape[0] // mesh.size
     for fmt, wire, width in ((BF16, "bf16", 2 * H), (FP8Block, "fp8", H + H // 32)):
         for count in sorted(sms, reverse=True):
             sizes = {"tokens": tokens, "hidden": H, "num_experts": E, "top_k": K, "weights": fmt, "num_sms": count}
-            with EpContext(mesh, "d", timeout_seconds=20, **sizes) as context:
+            with EpContext(mesh, "d", timeout_seconds=20, command_buffers=graphs, **sizes) as context:
                 formats = {
                     "v2": DeepEP(context),
                     "v2 any order": DeepEP(context, deterministic=False),
@@ -201,6 +201,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=len(jax.devices()))
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 4096, 8192])
     parser.add_argument("--sms", type=int, nargs="+", default=[16, 24, 32, 64])
+    parser.add_argument(
+        "--command-buffers", action="store_true", help="let XLA record exchanges into its command buffers"
+    )
     parser.add_argument("--layer", action="store_true", help="whole layers, too")
     parser.add_argument("--experts", type=int, default=32, help="of a layer, per rank")
     parser.add_argument("--intermediate", type=int, default=2048)
@@ -212,7 +215,7 @@ def main() -> None:
         print(f"one rank: nothing crosses a link; copy inside the GPU {timing.copy_rate() / 1e9:.0f} GB/s read + write")
     else:
         print(f"copy from GPU to GPU {peer / 1e9:.0f} GB/s one way")
-    for what in (functools.partial(kernels, sms=options.sms), collectives):
+    for what in (functools.partial(kernels, sms=options.sms, graphs=options.command_buffers), collectives):
         for tokens in options.tokens:
             rows = []
             for row in what(mesh, make(mesh, tokens), peer):

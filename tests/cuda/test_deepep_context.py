@@ -142,6 +142,27 @@ def test_modes_differ_in_what_is_given(gpus):
             assert bool(ends) == (cursor and slots_are_results)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_command_buffers_take_exchanges_on_request(gpus, monkeypatch, recorded):
+    mesh = mesh_of(1)
+    with EpContext(mesh, "d", **SIZES, command_buffers=recorded) as context:
+        spec = PartitionSpec("d")
+        run = jax.shard_map(
+            lambda x, i, w: DeepEP(context).dispatch(x, i, w, 8).ids, mesh=mesh, in_specs=spec, out_specs=spec
+        )
+        args = (jnp.ones((4, 256), jnp.bfloat16), jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2)))
+        text = jax.jit(run).lower(*args).as_text()
+        assert ("@jaxmoe_deepep_dispatch_no_graph" in text) == (not recorded)
+        jax.jit(run)(*args).block_until_ready()
+        assert len(gpus.calls("cuLaunchKernelEx")) == 2
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT_REGIONS")
+    if recorded:
+        with pytest.raises(ValueError, match=r"CONCURRENT_REGIONS'.*=LHS, or command_buffers=F"):
+            EpContext(mesh, "d", **SIZES, command_buffers=True)
+    else:
+        EpContext(mesh, "d", **SIZES).close()
+
+
 def test_closed_context_is_refused_and_closing_again_does_nothing(gpus):
     mesh = mesh_of(2)
     context = EpContext(mesh, "d", **SIZES)

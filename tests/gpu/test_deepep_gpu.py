@@ -195,6 +195,26 @@ def test_independent_exchanges_of_one_context(rng, mesh):
             np.testing.assert_array_equal(np.float32(g), np.float32(w))
 
 
+def test_command_buffers_change_nothing(rng, mesh):
+    """Two exchanges, in a program long enough to be recorded; run more often than XLA needs to replay it."""
+    ids = jnp.asarray(random_ids(rng, mesh.size * 64))
+    x = jnp.asarray(rng.standard_normal((ids.shape[0], H)), jnp.bfloat16)
+    weights = jnp.asarray(rng.integers(1, 9, ids.shape) / 8, jnp.float32)
+
+    def both(transport: DeepEP):
+        def body(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            once = rooms(transport)(x, ids, weights)["back"]
+            return rooms(transport)((once * 2).astype(jnp.bfloat16), ids, weights)["back"]
+
+        return on(mesh, body)
+
+    with context_of(mesh, 64) as plain, context_of(mesh, 64, command_buffers=True) as recorded:
+        want = np.asarray(both(DeepEP(plain))(x, ids, weights))
+        run = both(DeepEP(recorded))
+        for _ in range(5):
+            np.testing.assert_array_equal(np.asarray(run(x, ids, weights)), want)
+
+
 @pytest.mark.parametrize(("format", "deterministic"), [("v2", True), ("v2_psum", True), ("v2_psum", False)])
 def test_gradients_equal_those_of_all_to_all(rng, mesh, format, deterministic):
     config, params = layer(rng, BF16)

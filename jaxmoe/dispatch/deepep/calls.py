@@ -21,16 +21,17 @@ Arrays = dict[str, Array]
 class Calls:
     """The custom calls of one peer context.
 
-    XLA may not leave one out, and records none into its command buffers: there, calls that do not depend on each other
-    may run at the same time, and all calls of a context use one buffer.
+    XLA may not leave one out.
 
     Attributes:
       arch: what kernels are compiled for. sizes: of the context. context: its id.
+      command_buffers: whether XLA may record them into its command buffers.
     """
 
     arch: str
     sizes: Sizes
     context: int
+    command_buffers: bool = False
 
     def dispatch(self, wire: Wire, arrays: Arrays, *, mode: specs.Mode, expand: bool) -> Arrays:
         """:func:`jaxmoe.cuda.deepep.specs.dispatch` on arrays by name."""
@@ -55,7 +56,7 @@ class Calls:
             [arrays[name] for name in call.arguments],
             list(call.results.values()),
             name=call.name,
-            command_buffer=False,
+            command_buffer=self.command_buffers,
             has_side_effect=True,
         )
         return dict(zip(call.results, results, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from types import TracebackType
 from typing import Literal
@@ -48,6 +49,9 @@ class EpContext:
       alignment: rows that experts start at multiples of in ``v2_psum`` and ``ll``.
       num_sms: SMs that send; None takes :func:`jaxmoe.cuda.deepep.sizes.suggested_sms`.
       timeout_seconds: how long a kernel waits for the other ranks.
+      command_buffers: whether XLA may record exchanges into its command buffers (CUDA graphs), which spares the host
+        their launches. Not with a scheduling mode that lets independent calls of a buffer run at the same time: all
+        calls of a context use one buffer. XLA's default, LHS, keeps their order.
 
     Attributes:
       sizes, wire, quant: what follows from the arguments. axis, hidden, num_experts, replicated: as given.
@@ -73,7 +77,15 @@ class EpContext:
         alignment: int = 128,
         num_sms: int | None = None,
         timeout_seconds: float = 100.0,
+        command_buffers: bool = False,
     ):
+        flags = os.environ.get("XLA_FLAGS", "")
+        if command_buffers and "command_buffer_scheduling_mode=CONCURRENT" in flags:
+            raise ValueError(
+                f"command_buffers=True with XLA_FLAGS {flags!r}, which run calls of a command buffer concurrently, as "
+                "two exchanges of a context must not; take xla_gpu_command_buffer_scheduling_mode=LHS, or "
+                "command_buffers=False"
+            )
         self.axis, self.hidden, self.num_experts, self.replicated = axis, hidden, num_experts, replicated
         self.timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
@@ -106,7 +118,7 @@ class EpContext:
         self.sizes = dataclasses.replace(self.sizes, num_sms=sms, epilogue_sms=arch.num_sms, timeout_cycles=cycles)
         kernels = self._kernels(Calls(arch.name, self.sizes, 0))
         self._buffers = peers.Buffers(groups, self.sizes, self.wire, str(self))
-        self._calls = Calls(arch.name, self.sizes, self._buffers.context)
+        self._calls = Calls(arch.name, self.sizes, self._buffers.context, command_buffers)
         try:
             compile_kernels(kernels)
             self._buffers.publish(ffi.library())
