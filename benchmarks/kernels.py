@@ -45,7 +45,8 @@ def name(quant: ActivationQuant | None) -> str:
 def compare(what: str, ours: Callable[..., Any], xla: Callable[..., Any], x: jax.Array, useful: float = 1.0) -> Row:
     """One row; ``useful`` is the share of the bytes that count."""
     nbytes = moved(x, jax.eval_shape(ours, x)) * useful
-    measure = timing.kernel_seconds if x.shape[0] > 1024 else device_seconds  # the host takes longer than few rows do
+    # The host needs 20 µs a call, in which a device moves 80 MB.
+    measure = timing.kernel_seconds if nbytes > 160e6 else device_seconds
     seconds, peer = (measure(f, x) for f in (ours, xla))
     rate = nbytes / seconds
     return what, seconds * 1e6, rate / 1e9, rate / timing.copy_rate(), peer * 1e6, peer / seconds
