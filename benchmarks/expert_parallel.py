@@ -3,10 +3,10 @@
     python -m benchmarks.expert_parallel [--ranks R] [--tokens 128 1024 4096 8192] [--sms 16 24 32 64]
         [--model deepseek-v3] [--skewed] [--command-buffers] [--layer]
 
-Rates count the bytes of rows that cross a link,
-per GPU and direction: a row per token and other rank it goes to. With one GPU nothing crosses a link; rates are then
-of rows moved inside it. Combine returns bf16 whatever travelled there. The last four columns are of DeepEP's kernels
-that use the link, alone: what they take, and their rate over that of a plain copy from GPU to GPU.
+Rates count the bytes of rows that cross a link, per GPU and direction: a row per token and other rank it goes to. With
+one GPU nothing crosses a link; rates are then of rows moved inside it. Combine returns bf16 whatever travelled there.
+The last four columns are of DeepEP's kernels that use the link, alone: what they take, and their rate over that of a
+plain copy from GPU to GPU.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ LAYOUT = ParallelLayout(tokens=P("d"), experts="d")
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Inputs of all ranks of a model, spread over the mesh, and the rows of rank 0 that go to other ranks."""
+    """Inputs of all ranks of a model, ``tokens`` each, over the mesh, and the rows of rank 0 that go to other ranks."""
 
     shape: Shape
+    tokens: int
     x: jax.Array
     ids: jax.Array
     weights: jax.Array
@@ -64,7 +65,8 @@ def make(mesh: Mesh, shape: Shape, tokens: int, skewed: bool) -> Data:
     cut = NamedSharding(mesh, P("d"))
     x = jax.random.normal(jax.random.key(0), (rows, shape.hidden), jnp.bfloat16)
     weights = np.full((rows, k), 1 / k, np.float32)
-    return Data(shape, *(jax.device_put(a, cut) for a in (x, ids, weights)), int(to[:, 1:].sum()), int(to.sum()))
+    arrays = (jax.device_put(a, cut) for a in (x, ids, weights))
+    return Data(shape, tokens, *arrays, int(to[:, 1:].sum()), int(to.sum()))
 
 
 def rooms(transport: Dispatch, experts: int, *, back: bool) -> Callable[..., Any]:
@@ -100,9 +102,9 @@ def peer_rate(mesh: Mesh) -> float | None:
     return x.nbytes / mesh.size / timing.seconds(run, x)
 
 
-def ragged(mesh: Mesh, tokens: int, data: Data) -> float:
+def ragged(mesh: Mesh, data: Data) -> float:
     """Seconds of ``ragged_all_to_all`` on the same rows: T·R slots, as many sent as go."""
-    r, shape = mesh.size, data.shape
+    r, shape, tokens = mesh.size, data.shape, data.tokens
     ids = np.asarray(data.ids).reshape(r, tokens, shape.top_k)
     counts = (ids[..., None] // (shape.num_experts // r) == np.arange(r)).any(2).sum(1).astype(np.int32)  # [from, to]
     before = np.cumsum(counts, 1, dtype=np.int32) - counts
@@ -124,7 +126,7 @@ Row = tuple[Any, ...]
 
 def measure(mesh: Mesh, data: Data, peer: float | None, name: str, transport: Dispatch, row_bytes: int) -> Row:
     """Times and rates of one transport."""
-    tokens, hidden, experts = data.x.shape[0] // mesh.size, data.shape.hidden, data.shape.num_experts
+    tokens, hidden, experts = data.tokens, data.shape.hidden, data.shape.num_experts
     crossing = data.remote if mesh.size > 1 else data.sent
     rows = mesh.size * arriving(mesh, transport, data)
     y = jnp.zeros((rows, hidden), jnp.bfloat16, device=NamedSharding(mesh, P("d")))
@@ -152,7 +154,7 @@ def kernels(mesh: Mesh, data: Data, peer: float | None, sms: list[int], graphs: 
     h = data.shape.hidden
     for fmt, wire, width in ((BF16, "bf16", 2 * h), (FP8Block, "fp8", h + h // 32)):
         for count in sorted(sms, reverse=True):
-            sizes = {"tokens": data.x.shape[0] // mesh.size, "hidden": h, "num_experts": data.shape.num_experts}
+            sizes = {"tokens": data.tokens, "hidden": h, "num_experts": data.shape.num_experts}
             sizes |= {"top_k": data.shape.top_k, "weights": fmt, "num_sms": count}
             with EpContext(mesh, "d", timeout_seconds=20, command_buffers=graphs, **sizes) as context:
                 formats = {
@@ -170,10 +172,9 @@ def collectives(mesh: Mesh, data: Data, peer: float | None) -> Iterator[Row]:
     width = 2 * data.shape.hidden
     yield measure(mesh, data, peer, "all_to_all bf16", AllToAll("d"), width)
     if mesh.size > 1:
-        tokens = data.x.shape[0] // mesh.size
-        seconds = ragged(mesh, tokens, data)
+        seconds = ragged(mesh, data)
         rate = data.remote * width / seconds / 1e9
-        yield "ragged_all_to_all bf16, rows only", tokens, seconds * 1e6, None, rate, *[None] * 5
+        yield "ragged_all_to_all bf16, rows only", data.tokens, seconds * 1e6, None, rate, *[None] * 5
 
 
 def layer(mesh: Mesh, shape: Shape, tokens: int, fmt: WeightFormat, experts: int) -> list[tuple[Any, ...]]:

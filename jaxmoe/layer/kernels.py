@@ -85,6 +85,7 @@ def _run(
         if shared is not None and not shared.fused:
             sizes = config.hidden, shared.intermediate
             if execution.deterministic:
+                each = tile_rows(execution, t, 1)
                 call = gemm_call(config.shared_format, "psum", arch, alignment=alignment, expected_m=each)
                 found |= _mlp(call, config.shared_format, (round_up(t, alignment),), (1,), sizes, gradients)
             else:

@@ -245,17 +245,15 @@ def _deepgemm(
         return "it takes and gives bfloat16 only", ""
     if config.weights.quantized and not execution.quantize_activations:
         return "it runs quantised weights on quantised rows only", ""
-    plain = dataclasses.replace(execution, forward_format=None)
-    passes = [(forward_config(config, execution), False)]
-    if execution.forward_format is not None:
-        passes.append((backward_config(config), True))
-    names = []
+    arch = Arch(gpu.arch, gpu.num_sms)
     try:
-        for ran, gradients in passes:
-            sources = kernels_for(ran, Arch(gpu.arch, gpu.num_sms), [tokens], plain, gradients=gradients)
-            names.append(", ".join(dict.fromkeys(source.name for source in sources)))
+        passes = [kernels_for(config, arch, [tokens], execution, gradients=False)]
+        if execution.forward_format is not None:
+            plain = dataclasses.replace(execution, forward_format=None)
+            passes.append(kernels_for(backward_config(config), arch, [tokens], plain, gradients=True))
     except (NotImplementedError, ShapeError) as refusal:
         return str(refusal), ""
+    names = [", ".join(dict.fromkeys(source.name for source in sources)) for sources in passes]
     if not any(names):
         return None, "nothing, for there are no rows"
     return None, names[0] if len(names) == 1 else f"forward {names[0]}; backward {names[1]}"

@@ -24,10 +24,6 @@ QUANTS = [ActivationQuant(128, "float32"), ActivationQuant(128, "ue8m0"), Activa
 LAYOUTS = ("psum", "contiguous", "masked")
 
 
-on_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="the recording driver is for programs of the CPU")
-
-
-@on_cpu
 @pytest.mark.parametrize(("layout", "code"), [("psum", 0), ("contiguous", 1), ("masked", 2)])
 def test_what_is_launched(launches: Any, layout: Any, code: int) -> None:
     ids = jnp.zeros((1000, 6), jnp.int32)
@@ -42,7 +38,6 @@ def test_what_is_launched(launches: Any, layout: Any, code: int) -> None:
     assert (launch["grid"], launch["block"], launch["dynamic_smem"]) == ([5, 1, 1], [1024, 1, 1], 20)
 
 
-@on_cpu
 @pytest.mark.parametrize("quant", QUANTS, ids=str)
 @pytest.mark.parametrize("layout", ["psum", "masked"])
 def test_what_is_launched_for_quantised_rows(launches: Any, quant: ActivationQuant, layout: Any) -> None:
@@ -64,7 +59,6 @@ def test_what_is_launched_for_quantised_rows(launches: Any, quant: ActivationQua
     assert launch["dynamic_smem"] == 4 * 1032 * 4
 
 
-@on_cpu
 def test_inside_grad_scan_and_vmap(standin: Any, kernels: Any) -> None:
     del standin, kernels
 
@@ -98,7 +92,6 @@ def test_compiles(arch: str, name: Any) -> None:
     assert jit.compile(kernel_source(arch, name), toolchain)[:4] == b"\x7fELF"
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what happens without a GPU")
 def test_declines(standin: Any) -> None:
     del standin  # in place of the launcher
     with pytest.raises(BackendUnavailable, match="need an NVIDIA GPU"):

@@ -129,7 +129,6 @@ def test_gradient_on_a_gpu(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what happens without a GPU")
 def test_needs_a_gpu() -> None:
     with pytest.raises(BackendUnavailable, match="need an NVIDIA GPU" if LOWERS else "JAX 0.11"):
         gated_act(jnp.zeros((32, 256)), Activation(), backend="pallas")

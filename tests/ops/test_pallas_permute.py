@@ -108,7 +108,6 @@ def test_lowers(monkeypatch: pytest.MonkeyPatch, dtype: Any, arch: tuple[int, in
 
 
 @needs_lowering
-@pytest.mark.skipif(jax.device_count() < 2, reason="cuts over two devices")
 def test_lowers_inside_shard_map(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic_utils, "_infer_arch", lambda: (9, 0))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -142,7 +141,6 @@ def test_refusals() -> None:
         sum_kernel(jnp.zeros((4, 64), jnp.float16), slots, None, None, scale=1.0, out_dtype=jnp.float32, columns=64)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what happens without a GPU")
 def test_needs_a_gpu() -> None:
     g = group_tokens(jnp.zeros((4, 2), jnp.int32), 2)
     with pytest.raises(BackendUnavailable, match="need an NVIDIA GPU" if LOWERS else r"JAX 0\.11"):

@@ -101,7 +101,6 @@ def test_refusals() -> None:
             quantize_kernel(jnp.zeros(shape), QUANTS[0], None, TILE)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what happens without a GPU")
 def test_needs_a_gpu() -> None:
     with pytest.raises(BackendUnavailable, match="need an NVIDIA GPU" if LOWERS else "JAX 0.11"):
         quantize(jnp.zeros((32, 128)), QUANTS[0], backend="pallas")
