@@ -1,48 +1,150 @@
-"""Small shapes of every Hopper kernel, to be run under compute-sanitizer:
+"""Small shapes of every Hopper kernel but DeepEP's, to be run under compute-sanitizer, without XLA on the GPU:
 
-compute-sanitizer --tool memcheck  --kernel-name kernel_substring=impl python -m benchmarks.sanitize
-compute-sanitizer --tool racecheck --kernel-name kernel_substring=impl python -m benchmarks.sanitize
+compute-sanitizer --tool memcheck  python -m benchmarks.sanitize
+compute-sanitizer --tool racecheck python -m benchmarks.sanitize [BF16 | FP8Block | rows ...]
+
+Every result is compared with the reference's on the CPU. DeepEP's kernels run the same way by
+``JAX_PLATFORMS=cpu python tests/gpu/virtual_ranks.py --ranks 1``.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.grouped_gemm import make_rows
+from benchmarks.grouped_gemm import grouping, make_rows
+from jaxmoe.config import Layout
+from jaxmoe.cuda import cubin_cache, ffi
+from jaxmoe.cuda.arch import Arch
+from jaxmoe.cuda.deepgemm.call import GemmCall
+from jaxmoe.cuda.driver import driver
+from jaxmoe.cuda.launch import LaunchSpec
+from jaxmoe.cuda.source import KernelSource
 from jaxmoe.ops.dense_gemm import dense_gemm
 from jaxmoe.ops.grouped_gemm import grouped_gemm
+from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call
+from jaxmoe.ops.permute import group_tokens, permute
+from jaxmoe.ops.permute.cuda import choose_tiles, plan_copies, plan_places
+from jaxmoe.ops.quantize import quantize
 from jaxmoe.quant import quantize_weight
-from jaxmoe.quant.formats import BF16, FP8Block
-from jaxmoe.quant.tensors import GroupedWeight
+from jaxmoe.quant.formats import BF16, FP8Block, WeightFormat
+from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
+from jaxmoe.testing import calc_diff
+from jaxmoe.testing.program import Program
+
+ARCH = Arch("sm_90a", 132)
+COUNTS = np.array([3, 0, 130, 1], np.int32)
+LAYOUTS: tuple[Layout, ...] = ("psum", "contiguous", "masked")
+
+
+def launch(
+    planned: tuple[KernelSource, LaunchSpec], arguments: Sequence[Any], results: Sequence[Any]
+) -> list[np.ndarray]:
+    """Runs it on device 0; its results, in the shapes and dtypes of those given."""
+    (source, spec), cuda, library = planned, driver(), ffi.library()
+    spec = dataclasses.replace(spec, cubin=cubin_cache.ensure([source])[source])
+    library.set_cubin_directory(cubin_cache.directory())
+
+    def put(array: np.ndarray) -> tuple[int, int]:
+        address = cuda.allocate(0, array.nbytes)
+        cuda.write(0, address, array.tobytes())
+        return address, array.nbytes
+
+    given = [put(np.asarray(a)) for a in arguments]
+    made = [put(np.zeros(r.shape, r.dtype)) for r in results]
+    with cuda.current(0):
+        program = Program(library, [spec])
+        program.prepare(0)
+        program.launch(given, made)
+    cuda.synchronize(0)
+    raw = [cuda.read(0, *memory) for memory in made]
+    for address, _ in (*given, *made):
+        cuda.free(0, address)
+    return [np.frombuffer(b, r.dtype).reshape(r.shape) for b, r in zip(raw, results, strict=True)]
+
+
+def parts(x: Any) -> list[jax.Array]:
+    """Values and scales, where there are any."""
+    return jax.tree.leaves(x)
+
+
+def check_gemm(what: str, call: GemmCall, operands: list[jax.Array], want: jax.Array, real: Any) -> None:
+    """One GEMM; ``real`` are the rows that count."""
+    planned = call.plan(operands)
+    assert planned is not None
+    (got,) = launch(planned, operands, call.results(operands))
+    got, expected = (a.reshape(-1, a.shape[-1])[real].astype(np.float32) for a in (got, np.asarray(want)))
+    difference = float(calc_diff(got, expected))
+    print(f"{what}: differs by {difference:.1e}", flush=True)
+    assert difference < 1e-5
+
+
+def check_gemms(fmt: WeightFormat) -> None:
+    """Grouped in every layout, and dense."""
+    tight = jax.random.normal(jax.random.key(0), (int(COUNTS.sum()), 512), jnp.bfloat16)
+    weight = GroupedWeight(jax.random.normal(jax.random.key(1), (len(COUNTS), 264, 512), jnp.bfloat16), None, BF16, 512)
+    if fmt.activation is not None:
+        weight = quantize_weight(weight.values, fmt)
+    for layout in LAYOUTS:
+        rows = make_rows(tight, COUNTS, layout, fmt)
+        call = gemm_call(fmt, layout, ARCH, expected_m=4)
+        want = grouped_gemm(rows, weight, backend="reference")
+        operands = [*parts(rows.rows), *parts(weight), rows.group]
+        check_gemm(f"{fmt.name} {layout}", call, operands, want, grouping(COUNTS, layout)[2])
+    one = jax.tree.map(lambda a: a[:1], weight)
+    x = tight if fmt.activation is None else quantize(tight, fmt.activation)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        call = gemm_call(fmt, "dense", ARCH, d="f32" if dtype == jnp.float32 else "bf16")
+        if fmt.activation is None or dtype == jnp.bfloat16:
+            want = dense_gemm(x, one, out_dtype=dtype, backend="reference")
+            operands = [*parts(x), *(a[0] for a in parts(one))]
+            check_gemm(f"{fmt.name} dense to {jnp.dtype(dtype)}", call, operands, want, slice(None))
+
+
+def check_rows() -> None:
+    """Places of choices, and quantised rows with their scales."""
+    experts, alignment = 8, 128
+    ids = jax.random.randint(jax.random.key(2), (70, 3), -1, experts, jnp.int32)
+    x = quantize(jax.random.normal(jax.random.key(3), (70, 512), jnp.bfloat16), FP8Block.activation)
+    for layout in LAYOUTS:
+        made = group_tokens(ids, experts, layout=layout, alignment=alignment, backend="reference")
+        rows = made.source.size
+        planned = plan_places(ARCH.name, ids.shape, experts, layout=layout, alignment=alignment, num_rows=rows)
+        wanted = [np.asarray(a) for a in (made.group, made.slots, made.source.reshape(-1))]
+        for got, want in zip(launch(planned, [ids], wanted), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+        want = permute(x, made, backend="reference").rows
+        assert isinstance(want, QuantizedRows)
+        tiles = choose_tiles(x.values.shape, x.scales.shape, made.row_shape)
+        planned = plan_copies(ARCH.name, ids.shape, 512, x.scales.shape, made.row_shape, x.quant, tiles)
+        values, scales = launch(planned, [x.values, x.scales, *wanted[1:]], parts(want))
+        real = wanted[2] >= 0
+        for got, expected in ((values, want.values), (scales, want.scales)):
+            got, expected = (np.asarray(a).view(np.uint8) for a in (got, expected))
+            picked = (a.reshape(rows, -1)[real] if got.shape == want.values.shape else a for a in (got, expected))
+            np.testing.assert_array_equal(*picked)
+        print(f"places and quantised rows, {layout}: the same", flush=True)
 
 
 def main() -> None:
-    """Runs each kernel once and checks that its rows are finite."""
-    counts = np.array([3, 0, 130, 1], np.int32)
-    tight = jax.random.normal(jax.random.key(0), (int(counts.sum()), 512), jnp.bfloat16)
-    dense = jax.random.normal(jax.random.key(1), (4, 264, 512), jnp.bfloat16)
-    for fmt in (BF16, FP8Block):
-        if fmt.name not in (sys.argv[1:] or (BF16.name, FP8Block.name)):
-            continue
-        weight = (
-            GroupedWeight(dense, None, BF16, 512)
-            if fmt is BF16
-            else jax.jit(quantize_weight, static_argnums=1)(dense, fmt)
-        )
-        for layout in ("psum", "contiguous", "masked"):
-            rows = make_rows(tight, counts, layout, fmt)
-            y = grouped_gemm(rows, weight, backend="deepgemm")
-            flat = y.reshape(-1, y.shape[-1])
-            assert bool(jnp.isfinite(flat[:3].astype(jnp.float32)).all())
-            print(fmt, layout)
-    one = GroupedWeight(dense[:1], None, BF16, 512)
-    for dtype in (jnp.bfloat16, jnp.float32):
-        dense_gemm(tight, one, out_dtype=dtype, backend="deepgemm").block_until_ready()
-        print("dense", jnp.dtype(dtype))
+    """Runs what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    runs = {BF16.name: lambda: check_gemms(BF16), FP8Block.name: lambda: check_gemms(FP8Block), "rows": check_rows}
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(runs)}; all if none is given")
+    names = parser.parse_args().names or list(runs)
+    for name in names:
+        if name not in runs:
+            parser.error(f"{name!r} is none of {', '.join(runs)}")
+        runs[name]()
 
 
 if __name__ == "__main__":

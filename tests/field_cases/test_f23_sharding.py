@@ -212,6 +212,7 @@ def test_one_mesh_axis_along_two_dimensions_is_refused(mesh, kernels):
 
 
 def test_the_default_device_has_no_kernels():
-    """Without a target, this machine is asked, and says why not."""
-    with pytest.raises(BackendUnavailable, match="platform 'cpu'"):
+    """Without a target, the default device is asked, and says why not."""
+    cpu = jax.default_device(jax.devices("cpu")[0])
+    with cpu, pytest.raises(BackendUnavailable, match="platform 'cpu'"):
         bf16_gemm("psum", bf16(128, 128), bf16(1, 128, 128), jnp.zeros(1, jnp.int32))

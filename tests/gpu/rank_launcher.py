@@ -13,10 +13,9 @@ from jaxmoe.cuda import cubin_cache, ffi
 from jaxmoe.cuda.deepep import specs
 from jaxmoe.cuda.deepep.sizes import DATA_OFFSET, TABLE_OFFSET, Sizes, Wire
 from jaxmoe.cuda.driver import driver
-from jaxmoe.cuda.launch import encode
+from jaxmoe.testing.program import Program
 
 FIRST_CONTEXT = 1000
-ERROR_BYTES = 4096
 POISON = 0xC3
 
 
@@ -29,15 +28,6 @@ class VirtualRanks:
         self.cuda = driver()
         self.library = ffi.library()
         self.library.set_cubin_directory(cubin_cache.directory())
-        c = self.library.c
-        text, size = ctypes.c_char_p, ctypes.c_size_t
-        c.jaxmoe_program_create.argtypes = [text, size, ctypes.POINTER(ctypes.c_void_p), text, size]
-        pointer = ctypes.c_void_p
-        c.jaxmoe_program_prepare.argtypes = [pointer, ctypes.c_int32, text, size]
-        c.jaxmoe_program_launch.argtypes = [
-            pointer, pointer, size, pointer, size, ctypes.c_int32, pointer, text, size,
-        ]  # fmt: skip
-        c.jaxmoe_program_destroy.argtypes = [pointer]
         self.nbytes = sizes.buffer_bytes(wire)
         self.starts = [self.cuda.allocate(d, self.nbytes) for d in self.devices]
         self._held: list[tuple[int, int]] = []
@@ -73,37 +63,25 @@ class VirtualRanks:
             device = self.devices[rank]
             arguments = [self._put(device, np.ascontiguousarray(given[n])) for n in call.arguments]
             results = [self._fill(device, r) for r in call.results.values()]
-            blob = encode([dataclasses.replace(spec, cubin=keys[source]) for source, spec in call.launches], call.name)
-            program, error = ctypes.c_void_p(), ctypes.create_string_buffer(ERROR_BYTES)
-            c = self.library.c
+            launches = [dataclasses.replace(spec, cubin=keys[source]) for source, spec in call.launches]
             with self.cuda.current(device):  # as XLA has it
-                failed = c.jaxmoe_program_create(blob, len(blob), ctypes.byref(program), error, ERROR_BYTES) or (
-                    c.jaxmoe_program_prepare(program, device, error, ERROR_BYTES)
-                )
-            if failed:
-                raise RuntimeError(error.value.decode())
+                program = Program(self.library, launches, call.name)
+                program.prepare(device)
             prepared.append((program, arguments, results))
         for device in set(self.devices):
             self.cuda.synchronize(device)
         for rank, (program, arguments, results) in enumerate(prepared):
-            a, r = (np.array(b, np.uint64).reshape(-1, 2) for b in (arguments, results))
-            error = ctypes.create_string_buffer(ERROR_BYTES)
             with self.cuda.current(self.devices[rank]):
-                if self.library.c.jaxmoe_program_launch(
-                    program, a.ctypes.data, len(a), r.ctypes.data, len(r), self.devices[rank], self.streams[rank],
-                    error, ERROR_BYTES,
-                ):  # fmt: skip
-                    raise RuntimeError(error.value.decode())
+                program.launch(arguments, results, device=self.devices[rank], stream=self.streams[rank])
         for device in set(self.devices):
             self.cuda.synchronize(device)
         out = []
-        for rank, (call, (program, _, results)) in enumerate(zip(calls, prepared, strict=True)):
+        for rank, (call, (_, _, results)) in enumerate(zip(calls, prepared, strict=True)):
             got = {}
             for (name, like), (address, nbytes) in zip(call.results.items(), results, strict=True):
                 raw = self.cuda.read(self.devices[rank], address, nbytes)
                 got[name] = np.frombuffer(raw, like.dtype).reshape(like.shape)
             out.append(got)
-            self.library.c.jaxmoe_program_destroy(program)
         for device, address in self._held:
             self.cuda.free(device, address)
         self._held = []
