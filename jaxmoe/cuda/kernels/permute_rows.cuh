@@ -48,9 +48,10 @@ __device__ __forceinline__ void pull(const unsigned* table, unsigned long long* 
 }
 
 // x: [tokens, row_bytes], a multiple of 16. scales: [words, stride]. slots: [tokens, choices]. source: [leads, rows].
-// out: [leads, rows, row_bytes]. out_scales: [leads, words, out_stride], a multiple of 4. The first `pulling` blocks
-// move scales: `group` words of `chunk` times four rows each, from shared memory where `shared` says so, for which
-// stride is a multiple of 4. The others move `staged` tokens each, at most one a warp, through shared memory.
+// out: [leads, rows, row_bytes]. out_scales: [leads, words, out_stride], a multiple of 4. The last `pulling` blocks
+// move scales, while stores of the others' drain: `group` words of `chunk` times four rows each, from shared memory
+// where `shared` says so, for which stride is a multiple of 4. The others move `staged` tokens each, at most one a
+// warp, through shared memory.
 __global__ void __launch_bounds__(256, 6) jaxmoe_permute_rows(const char* __restrict__ x, const unsigned* __restrict__ scales,
                                     const int* __restrict__ slots, const int* __restrict__ source,
                                     char* __restrict__ out, unsigned* __restrict__ out_scales, int tokens, int choices,
@@ -58,9 +59,10 @@ __global__ void __launch_bounds__(256, 6) jaxmoe_permute_rows(const char* __rest
                                     int staged, int pulling, int group, int chunk, int shared, unsigned neutral) {
     extern __shared__ __align__(128) char stage[];
     __shared__ unsigned long long arrived[32];
-    if (blockIdx.x < pulling) {
-        const int groups = (words + group - 1) / group, first = blockIdx.x % groups * group;
-        const int count = min(group, words - first), begin = blockIdx.x / groups * chunk;
+    const int pull_block = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x) + pulling;
+    if (pull_block >= 0) {
+        const int groups = (words + group - 1) / group, first = pull_block % groups * group;
+        const int count = min(group, words - first), begin = pull_block / groups * chunk;
         const int end = min(begin + chunk, leads * (out_stride / 4));
         const unsigned* table = scales + static_cast<long long>(first) * stride;
         if (shared) {
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(256, 6) jaxmoe_permute_rows(const char* __rest
         return;
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int token = (blockIdx.x - pulling) * staged + warp;
+    const int token = blockIdx.x * staged + warp;
     if (warp >= staged || token >= tokens) return;
     const int* mine = slots + static_cast<long long>(token) * choices;
     bool wanted = false;
