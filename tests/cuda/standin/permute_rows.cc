@@ -27,6 +27,7 @@ constexpr unsigned kThreads = 32 * kWarps;
 
 thread_local Extents blockIdx, threadIdx;
 constexpr Extents blockDim{kThreads};
+Extents gridDim;
 std::size_t shared_bytes;
 std::unique_ptr<std::barrier<>> block_barrier, warp_barriers[kWarps];
 bool votes[kThreads];
@@ -74,6 +75,7 @@ void await_stores() {}
 extern "C" void run(unsigned grid, unsigned threads, unsigned bytes, void** p, const unsigned* n) {
     Check(threads == kThreads && bytes <= sizeof(stage), "unlike what is run here");
     shared_bytes = bytes;
+    gridDim.x = grid;
     block_barrier = std::make_unique<std::barrier<>>(kThreads);
     for (auto& barrier : warp_barriers) barrier = std::make_unique<std::barrier<>>(32);
     std::vector<std::thread> all;
