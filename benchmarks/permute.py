@@ -4,7 +4,7 @@
 
 Bytes are those that must move: permute reads every token that has a choice once and writes every real row once;
 unpermute reads every real row once and writes every token once. Padding rows do not count, but for scales that are
-moved alone: theirs are written, as 1, and the token of every row is read.
+moved alone: theirs are written, as 1, and the token of every row is read. Times are the profiler's, of the device.
 """
 
 from __future__ import annotations
@@ -46,11 +46,6 @@ class Case:
     def __str__(self) -> str:
         here = "" if self.held == self.routed else f", {self.held} of {self.routed} experts"
         return f"{self.n}x{self.w} top-{self.k}{here}"
-
-    @property
-    def seconds(self) -> Callable[..., float]:
-        """How to measure: few tokens by the profiler, because the host takes longer than the device."""
-        return timing.kernel_seconds if self.n > 1024 else device_seconds
 
     def ids(self) -> jax.Array:
         """Distinct experts per token, -1 for those held elsewhere."""
@@ -106,7 +101,7 @@ def permute_row(case: Case, quant: ActivationQuant | None, backend: str) -> Row:
         x = jax.jit(lambda x: quantize(x, quant))(x)
         row = moved_by_row(x)
     ours, xla = (lambda x, g, b=b: permute(x, g, backend=b).rows for b in (backend, "reference"))
-    times = [case.seconds(f, x, g) for f in (ours, xla)]
+    times = [device_seconds(f, x, g) for f in (ours, xla)]
     what = f"permute {'bf16' if quant is None else 'e4m3'} {case}"
     return line(what, (tokens + real) * row, *times)
 
@@ -119,7 +114,7 @@ def unpermute_row(case: Case, out_dtype: Any, backend: str) -> Row:
         lambda rows, slots, weights, b=b: unpermute(rows, slots, weights, out_dtype=out_dtype, backend=b)
         for b in (backend, "reference")
     )
-    times = [case.seconds(f, rows, g.slots, weights) for f in (ours, xla)]
+    times = [device_seconds(f, rows, g.slots, weights) for f in (ours, xla)]
     nbytes = real * case.w * 2 + case.n * case.w * jnp.dtype(out_dtype).itemsize
     return line(f"unpermute {jnp.dtype(out_dtype)} {case}", nbytes, *times)
 
@@ -137,11 +132,11 @@ def scales_row(case: Case) -> Row:
     """Scales of e4m3 rows alone."""
     g, (tokens, _) = case.grouping(), case.rows()
     q = jax.jit(lambda x: quantize(x, F32))(random(case.n, case.w))
-    words, t = q.scales.shape[0], choose_tiles(q.values.shape, q.scales.shape, g.row_shape)
+    words, t = q.scales.shape[0], choose_tiles(q.values.shape, q.scales.shape, g.slots.shape[1], g.row_shape)
     move = copy_scales_kernel(target.current().name, g.row_shape, F32, t)
     ours = lambda scales, g: move(scales, g.source)  # noqa: E731
     xla = lambda scales, g: take_scales(scales, F32, g.source, g.row_shape)  # noqa: E731
-    times = [case.seconds(f, q.scales, g) for f in (ours, xla)]
+    times = [device_seconds(f, q.scales, g) for f in (ours, xla)]
     return line(f"scales {case}", 4 * (words * tokens + (words + 1) * g.source.size), *times)
 
 
@@ -150,7 +145,7 @@ def ways(tokens: int, w: int = 7168) -> Row:
     case, arch = Case(tokens, w), target.current().name
     g, (tokens, real) = case.grouping(), case.rows()
     q = jax.jit(lambda x: quantize(x, F32))(random(case.n, w))
-    t = choose_tiles(q.values.shape, q.scales.shape, g.row_shape)
+    t = choose_tiles(q.values.shape, q.scales.shape, g.slots.shape[1], g.row_shape)
     move, scales = (make(arch, g.row_shape, F32, t) for make in (copy_quantized_kernel, copy_scales_kernel))
 
     def two(scales_by: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,18 +156,18 @@ def ways(tokens: int, w: int = 7168) -> Row:
         two(lambda s, g: scales(s, g.source)),
         two(lambda s, g: take_scales(s, F32, g.source, g.row_shape)),
     )
-    times = [timing.kernel_seconds(f, q, g, inner=4 if case.n > 1024 else 32) for f in runs]
+    times = [device_seconds(f, q, g) for f in runs]
     rate = (tokens + real) * moved_by_row(q) / min(times) / timing.copy_rate()
     return (str(case), *(1e6 * seconds for seconds in times), rate)
 
 
 def quantised_tiles(q: QuantizedRows, g: Grouping) -> list[Tiles]:
     """The chosen tiles, and those with one thing changed."""
-    best = choose_tiles(q.values.shape, q.scales.shape, g.row_shape)
+    best = choose_tiles(q.values.shape, q.scales.shape, g.slots.shape[1], g.row_shape)
     changes: list[dict[str, Any]] = [{"staged": n} for n in (1, 2, 4, 8)]
     changes += [{"words": n} for n in (1, 2, 4)]
     changes += [{"quads": n} for n in (256, best.quads // 2 // 256 * 256, 2 * best.quads) if n]
-    changes += [{"shared": False}]
+    changes += [{"shared": False}, {"through": not best.through}]
     return list(dict.fromkeys([best, *(dataclasses.replace(best, **change) for change in changes)]))
 
 
@@ -191,7 +186,9 @@ def tiles(case: Case) -> list[Row]:
     for t in quantised_tiles(q, g):
         push = copy_quantized_kernel(arch, g.row_shape, F32, t)
         quantised = lambda q, g, push=push: push(q.values, q.scales, g.slots, g.source)  # noqa: E731
-        what = f"{t.staged} tokens, {t.words} words of {4 * t.quads} rows a block{'' if t.shared else ', not shared'}"
+        what = f"{t.staged} tokens, {t.words} words of {4 * t.quads} rows a block"
+        what += "" if t.shared else ", not shared"
+        what += ", through L2" if t.through else ""
         runs.append((f"quantised rows, {what}", quantised, q, (tokens + real) * moved_by_row(q)))
     rows, weights = random(g.source.shape[0], case.w), random(case.n, case.k, jnp.float32)
     for columns in (256, 512, 1024):
@@ -200,7 +197,7 @@ def tiles(case: Case) -> list[Row]:
         runs.append((f"sum, {columns} columns", back, rows, (real + case.n) * case.w * 2))
     lines = []
     for what, f, first, nbytes in runs:
-        lines.append(line(f"{what}, {case}", nbytes, case.seconds(f, first, g), None))
+        lines.append(line(f"{what}, {case}", nbytes, device_seconds(f, first, g), None))
     return lines
 
 

@@ -124,7 +124,7 @@ def check_rows() -> None:
             np.testing.assert_array_equal(got, want)
         want = permute(x, made, backend="reference").rows
         assert isinstance(want, QuantizedRows)
-        tiles = choose_tiles(x.values.shape, x.scales.shape, made.row_shape)
+        tiles = choose_tiles(x.values.shape, x.scales.shape, ids.shape[1], made.row_shape)
         planned = plan_copies(ARCH.name, ids.shape, 512, x.scales.shape, made.row_shape, x.quant, tiles)
         values, scales = launch(planned, [x.values, x.scales, *wanted[1:]], parts(want))
         real = wanted[2] >= 0

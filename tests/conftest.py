@@ -182,8 +182,8 @@ PARAMETER_BYTES = {
     "sm100_tf32_hc_prenorm": (4, 128, 128, 128, 8),
     "sm90_group_tokens": (8, 8, 8, 8, *[4] * 7),
     "sm100_group_tokens": (8, 8, 8, 8, *[4] * 7),
-    "sm90_permute_rows": (*[8] * 6, *[4] * 14),
-    "sm100_permute_rows": (*[8] * 6, *[4] * 14),
+    "sm90_permute_rows": (*[8] * 6, *[4] * 15),
+    "sm100_permute_rows": (*[8] * 6, *[4] * 15),
 }
 """Sizes of the parameters of the kernels, by family."""
 

@@ -195,7 +195,7 @@ def test_scales_alone_on_a_gpu(
     bits = jnp.asarray(rng.integers(1, 1 << 30, (7, -(-n // 4) * 4)), jnp.int32)
     scales = bits if quant.scale != "float32" else jax.lax.bitcast_convert_type(bits, jnp.float32)
     source = jnp.asarray(rng.integers(-1, n, math.prod(row_shape)), jnp.int32)
-    tiles = dataclasses.replace(choose_tiles((n, 640), scales.shape, row_shape), shared=shared)
+    tiles = dataclasses.replace(choose_tiles((n, 640), scales.shape, 1, row_shape), shared=shared)
     got = jax.jit(copy_scales_kernel(target.current().name, row_shape, quant, tiles))(scales, source)
     want = take_scales(scales, quant, source, row_shape)
     np.testing.assert_array_equal(*(np.asarray(a).view(np.int32) for a in (got, want)))

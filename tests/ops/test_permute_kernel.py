@@ -53,13 +53,13 @@ def run(build_cpp: Any) -> Any:
                 assert taken is None or taken.size == p.nbytes
                 pointers.append(None if taken is None else taken.ctypes.data)
         integers = [p.value for p in spec.params if isinstance(p, Integer)]
-        assert (len(pointers), len(integers)) == (6, 14)
+        assert (len(pointers), len(integers)) == (6, 15)
         library.run(
             spec.grid[0],
             spec.block[0],
             spec.dynamic_smem,
             (ctypes.c_void_p * 6)(*pointers),
-            (ctypes.c_uint32 * 14)(*integers),
+            (ctypes.c_uint32 * 15)(*integers),
         )
         for buffer in (*held, *results):
             buffer.check()
@@ -74,7 +74,14 @@ def bits(x: jax.Array) -> np.ndarray:
 CASES = [
     (37, 3, 5, "psum", 1, {}),  # rows no multiple of 4
     (37, 3, 5, "masked", 1, {"words": 1, "staged": 2}),  # nor those of an expert
-    (35, 40, 5, "contiguous", 2, {"words": 3, "staged": 8}),  # more choices than a warp has lanes, several chunks
+    (
+        35,
+        40,
+        5,
+        "contiguous",
+        2,
+        {"words": 3, "staged": 8, "through": True},
+    ),  # more choices than a warp has lanes, several chunks
     (35, 40, 5, "masked", 8, {"shared": False, "staged": 4}),
     (1, 1, 3, "psum", 128, {"shared": False, "words": 2}),
 ]
@@ -95,7 +102,7 @@ def test_gives_the_bits_of_the_reference(
     scales = words_of.view(np.float32) if quant is F32 else words_of
     want = reference.take_scales(jnp.asarray(scales), quant, g.source, g.row_shape)
 
-    chosen = dataclasses.replace(choose_tiles(values.shape, scales.shape, g.row_shape), **tiles)
+    chosen = dataclasses.replace(choose_tiles(values.shape, scales.shape, k, g.row_shape), **tiles)
     slots, source = np.asarray(g.slots), np.asarray(g.source)
     rows, moved, alone = Guarded(source.size * width), Guarded(want.nbytes), Guarded(want.nbytes)
     _, spec = plan_copies("sm_90a", slots.shape, width, scales.shape, g.row_shape, quant, chosen)
@@ -115,7 +122,7 @@ def test_words_that_the_copy_engine_cannot_fetch(rng: np.random.Generator, run: 
     """Scales taken out of a slab may have a row of any length."""
     scales = rng.integers(1, 1 << 30, (3, stride), np.int32).view(np.float32)
     source = rng.integers(-1, stride, 4103).astype(np.int32)
-    tiles = choose_tiles((stride, 384), scales.shape, source.shape)
+    tiles = choose_tiles((stride, 384), scales.shape, 1, source.shape)
     assert not tiles.shared
     _, spec = plan_copies("sm_90a", (0, 0), 0, scales.shape, source.shape, F32, tiles)
     want = reference.take_scales(jnp.asarray(scales), F32, jnp.asarray(source), source.shape)
@@ -127,13 +134,13 @@ def test_words_that_the_copy_engine_cannot_fetch(rng: np.random.Generator, run: 
 @pytest.mark.parametrize(
     ("tokens", "rows", "tiles"),
     [
-        (1, 1024, Tiles(1, 4, 256, True)),
-        (1024, 40704, Tiles(2, 4, 512, True)),
-        (8192, 98048, Tiles(4, 1, 3584, True)),  # 7 chunks of 56 words, 3 blocks on each of 132 SMs
-        (25600, 237312, Tiles(4, 1, 8704, True)),  # 100 KB, two blocks on an SM
-        (25604, 237344, Tiles(4, 1, 8704, False)),
+        (1, 1024, Tiles(1, 4, 256, True, False)),
+        (1024, 40704, Tiles(2, 4, 512, True, True)),
+        (8192, 98048, Tiles(4, 1, 3584, True, True)),  # 7 chunks of 56 words, 3 blocks on each of 132 SMs
+        (25600, 237312, Tiles(4, 1, 8704, True, True)),  # 100 KB, two blocks on an SM
+        (25604, 237344, Tiles(4, 1, 8704, False, True)),
     ],
 )
 def test_tiles(tokens: int, rows: int, tiles: Tiles) -> None:
-    assert choose_tiles((tokens, 7168), (56, -(-tokens // 4) * 4), (rows,)) == tiles
-    assert choose_tiles((tokens, 65536), (512, -(-tokens // 4) * 4), (rows,)).staged == 1
+    assert choose_tiles((tokens, 7168), (56, -(-tokens // 4) * 4), 8, (rows,)) == tiles
+    assert choose_tiles((tokens, 65536), (512, -(-tokens // 4) * 4), 8, (rows,)).staged == 1

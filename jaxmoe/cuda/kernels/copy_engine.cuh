@@ -25,6 +25,14 @@ __device__ __forceinline__ void store(void* to, const void* from, unsigned bytes
                  :: "l"(to), "r"(SHARED(from)), "r"(bytes) : "memory");
 }
 
+// The same of lines that are to be the first to leave the L2 cache.
+__device__ __forceinline__ void store_through(void* to, const void* from, unsigned bytes) {
+    unsigned long long policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
+                 :: "l"(to), "r"(SHARED(from)), "r"(bytes), "l"(policy) : "memory");
+}
+
 // A thread's shared memory may be given up only after this.
 __device__ __forceinline__ void await_stores() {
     asm volatile("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;" ::: "memory");

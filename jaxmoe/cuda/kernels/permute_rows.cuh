@@ -19,7 +19,7 @@ __device__ __forceinline__ int4 four_sources(const int* source, long long at, in
 __device__ __forceinline__ void pull(const unsigned* table, unsigned long long* arrived,
                                      const int* __restrict__ source, unsigned* __restrict__ out_scales, int first,
                                      int count, int begin, int end, int words, int stride, int leads, int rows,
-                                     int out_stride, unsigned neutral) {
+                                     int out_stride, int through, unsigned neutral) {
     const int quads = out_stride / 4;
     const auto lead_of = [&](int i) { return leads == 1 ? 0 : i / quads; };
     const auto sources = [&](int i) {
@@ -42,7 +42,8 @@ __device__ __forceinline__ void pull(const unsigned* table, unsigned long long* 
             scale.y = token.y < 0 ? neutral : row[token.y];
             scale.z = token.z < 0 ? neutral : row[token.z];
             scale.w = token.w < 0 ? neutral : row[token.w];
-            *reinterpret_cast<uint4*>(to) = scale;
+            if (through) __stcs(reinterpret_cast<uint4*>(to), scale);
+            else *reinterpret_cast<uint4*>(to) = scale;
         }
     }
 }
@@ -51,12 +52,13 @@ __device__ __forceinline__ void pull(const unsigned* table, unsigned long long* 
 // out: [leads, rows, row_bytes]. out_scales: [leads, words, out_stride], a multiple of 4. The last `pulling` blocks
 // move scales, while stores of the others' drain: `group` words of `chunk` times four rows each, from shared memory
 // where `shared` says so, for which stride is a multiple of 4. The others move `staged` tokens each, at most one a
-// warp, through shared memory.
+// warp, through shared memory. Where `through` says so, what is written is the first to leave the L2 cache.
 __global__ void __launch_bounds__(256, 6) jaxmoe_permute_rows(const char* __restrict__ x, const unsigned* __restrict__ scales,
                                     const int* __restrict__ slots, const int* __restrict__ source,
                                     char* __restrict__ out, unsigned* __restrict__ out_scales, int tokens, int choices,
                                     int row_bytes, int words, int stride, int leads, int rows, int out_stride,
-                                    int staged, int pulling, int group, int chunk, int shared, unsigned neutral) {
+                                    int staged, int pulling, int group, int chunk, int shared, int through,
+                                    unsigned neutral) {
     extern __shared__ __align__(128) char stage[];
     __shared__ unsigned long long arrived[32];
     const int pull_block = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x) + pulling;
@@ -69,10 +71,10 @@ __global__ void __launch_bounds__(256, 6) jaxmoe_permute_rows(const char* __rest
             if (threadIdx.x == 0) fetch(stage, table, 4u * count * stride, arrived);
             __syncthreads();
             pull(reinterpret_cast<const unsigned*>(stage), arrived, source, out_scales, first, count, begin, end,
-                 words, stride, leads, rows, out_stride, neutral);
+                 words, stride, leads, rows, out_stride, through, neutral);
         } else {
             pull(table, nullptr, source, out_scales, first, count, begin, end, words, stride, leads, rows, out_stride,
-                 neutral);
+                 through, neutral);
         }
         return;
     }
@@ -88,6 +90,9 @@ __global__ void __launch_bounds__(256, 6) jaxmoe_permute_rows(const char* __rest
     __syncwarp();
     await(&arrived[warp]);
     for (int k = lane; k < choices; k += 32)
-        if (mine[k] >= 0) store(out + static_cast<long long>(mine[k]) * row_bytes, row, row_bytes);
+        if (mine[k] >= 0) {
+            char* to = out + static_cast<long long>(mine[k]) * row_bytes;
+            through ? store_through(to, row, row_bytes) : store(to, row, row_bytes);
+        }
     await_stores();
 }

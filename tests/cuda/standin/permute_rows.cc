@@ -65,13 +65,15 @@ void fetch(void* to, const void* from, unsigned bytes, unsigned long long*) {
     Copy(to, from, bytes, static_cast<char*>(to));
 }
 void store(void* to, const void* from, unsigned bytes) { Copy(to, from, bytes, static_cast<const char*>(from)); }
+void store_through(void* to, const void* from, unsigned bytes) { store(to, from, bytes); }
+void __stcs(uint4* to, uint4 value) { *to = value; }
 void await(unsigned long long*) {}
 void await_stores() {}
 }  // namespace
 
 #include "jaxmoe/cuda/kernels/permute_rows.cuh"
 
-// p: the six pointers; n: the fourteen integers.
+// p: the six pointers; n: the fifteen integers.
 extern "C" void run(unsigned grid, unsigned threads, unsigned bytes, void** p, const unsigned* n) {
     Check(threads == kThreads && bytes <= sizeof(stage), "unlike what is run here");
     shared_bytes = bytes;
@@ -87,7 +89,7 @@ extern "C" void run(unsigned grid, unsigned threads, unsigned bytes, void** p, c
                 jaxmoe_permute_rows(static_cast<char*>(p[0]), static_cast<unsigned*>(p[1]), static_cast<int*>(p[2]),
                                     static_cast<int*>(p[3]), static_cast<char*>(p[4]), static_cast<unsigned*>(p[5]),
                                     n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12],
-                                    n[13]);
+                                    n[13], n[14]);
                 __syncthreads();
                 if (thread == 0) std::memset(stage, 0xA5, bytes);
                 __syncthreads();
