@@ -46,16 +46,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests of GPUs run where there are enough of them. There, of the others only the field cases do, on the GPU."""
+    """Tests of GPUs run where there are enough. Of the others, only field cases and tests of ``devices`` run there."""
     need = max([mark.args[0] for mark in item.iter_markers("multigpu")], default=0)
     need = need or int(item.get_closest_marker("gpu") is not None)
     have = jax.device_count() if jax.default_backend() == "gpu" else 0
     if have < need:
         pytest.skip(f"needs {need} CUDA GPUs, this machine has {have}")
     if have and not need:
-        if "field_cases" not in item.path.parts or "standin" in getattr(item, "fixturenames", ()):
+        want = max([mark.args[0] for mark in item.iter_markers("devices")], default=0)
+        wanted = want or "field_cases" in item.path.parts
+        if not wanted or "standin" in getattr(item, "fixturenames", ()):
             pytest.skip("a test of the CPU path; JAX_PLATFORMS=cpu runs it here, too")
-        want = max([mark.args[0] for mark in item.iter_markers("devices")], default=1)
         if have < want:
             pytest.skip(f"needs {want} devices, this machine has {have} GPUs; JAX_PLATFORMS=cpu has as many")
 

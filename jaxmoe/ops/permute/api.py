@@ -28,8 +28,8 @@ COPY_QUANTIZED: dict[str, Callable[..., QuantizedRows]] = {
     "pallas": pallas.copy_quantized,
     "reference": reference.copy_quantized,
 }
-"""Implementations by name: ``f(x, slots, source, row_shape)``. ``cuda``, one launch, was faster than ``pallas`` with
-scales by XLA for every number of tokens tried: 158 against 168 µs for 8192 of 8 choices, 22 against 29 for 1024."""
+"""Implementations by name: ``f(x, slots, source, row_shape)``. ``cuda``, one launch, is faster than ``pallas`` with
+scales by XLA: 145 µs for 8192 tokens of 8 choices, where ``pallas`` takes 139 for the values alone."""
 
 SUM: dict[str, Callable[..., Array]] = {"pallas": pallas.sum_rows, "reference": reference.sum_rows}
 """Implementations by name: ``f(rows, slots, weights, add, *, scale, out_dtype)``."""
