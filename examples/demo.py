@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmoe
-from jaxmoe.ops import kernel_format
 from jaxmoe.testing import calc_diff
 
 DATA = Path(__file__).parent / "data" / "deepseek_v4_fp4"
@@ -35,8 +34,7 @@ def main() -> int:
     agreed = True
     for number in (0, 1):
         stored = jaxmoe.checkpoint.load_config(DATA, number)
-        weights, shared = map(kernel_format, (stored.weights, stored.shared_format))
-        loaded = jaxmoe.checkpoint.load_moe(DATA, number, weights=weights, shared_weights=shared, progress=False)
+        loaded = jaxmoe.checkpoint.load_moe(DATA, number, weights="auto", progress=False)
         x, y = (jnp.asarray(recorded[f"model.layers.{number}.mlp|{name}"]) for name in "xy")
         layer = jaxmoe.nn.MoE.from_params(loaded.config, loaded.params)
         ids = token_ids if loaded.config.router.hash_routing else None

@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 import jaxmoe
 from jaxmoe.balance import load_balancing_loss, router_z_loss
-from jaxmoe.checkpoint import CheckpointReader, load_config, load_moe, save_moe
+from jaxmoe.checkpoint import CheckpointReader, load_moe, save_moe
 from jaxmoe.layer.build import make_params
 from jaxmoe.ops import kernel_format
 from jaxmoe.router import router_logits
@@ -345,9 +345,7 @@ def load(path: str | Path, name: str | None = None, mesh: Mesh | None = None) ->
     dtype = compute_dtype()
 
     def moe(layer: int) -> jaxmoe.nn.MoE:
-        stored = load_config(path, layer)
-        formats = (stored.weights, stored.shared_format) if name is None else FORMATS[name]
-        weights, shared = map(kernel_format, formats)
+        weights, shared = ("auto", None) if name is None else map(kernel_format, FORMATS[name])
         loaded = load_moe(path, layer, weights=weights, shared_weights=shared, progress=False)
         layout = None if mesh is None else meshes.layout(1)
         return jaxmoe.nn.MoE.from_params(loaded.config, loaded.params, dtype=dtype, layout=layout, mesh=mesh)

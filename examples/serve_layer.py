@@ -22,7 +22,7 @@ import numpy as np
 from jax import export
 
 import jaxmoe
-from jaxmoe.ops import kernel_format
+from jaxmoe.checkpoint import load_moe
 
 Array = jax.Array
 CHECKPOINT = Path(__file__).parent / "data" / "deepseek_v4_fp4"
@@ -46,19 +46,13 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def load(checkpoint: Path, layer: int) -> jaxmoe.checkpoint.LoadedMoE:
-    stored = jaxmoe.checkpoint.load_config(checkpoint, layer)
-    weights, shared = map(kernel_format, (stored.weights, stored.shared_format))
-    return jaxmoe.checkpoint.load_moe(checkpoint, layer, weights=weights, shared_weights=shared, progress=False)
-
-
 def inputs(tokens: int, hidden: int) -> Array:
     return jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)
 
 
 def export_to(path: Path, checkpoint: Path, number: int, tokens: int) -> int:
     """Compiles, exports, and keeps the output for inputs that the fresh process can make again."""
-    layer = load(checkpoint, number)
+    layer = load_moe(checkpoint, number, weights="auto", progress=False)
     # Plain arrays in and out: an exported program does not know the package's classes.
     leaves, tree = jax.tree.flatten(layer.params)
     x = inputs(tokens, layer.config.hidden)
@@ -86,7 +80,7 @@ def export_to(path: Path, checkpoint: Path, number: int, tokens: int) -> int:
 def run_from(path: Path, checkpoint: Path) -> int:
     """Runs the program of a file; 1 if its output is not what it was where it was exported."""
     saved = np.load(path)
-    layer = load(checkpoint, int(saved["layer"]))
+    layer = load_moe(checkpoint, int(saved["layer"]), weights="auto", progress=False)
     began = time.perf_counter()
     register(saved["calls"].tolist())
     program = jax.jit(export.deserialize(bytearray(saved["code"].tobytes())).call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxmoe.layer.build import expert_weights
 from jaxmoe.layer.params import MoEParams, RouterParams, SharedParams
 from jaxmoe.layer.pipeline import moe
 from jaxmoe.layer.plan import Plan, plan
+from jaxmoe.ops import kernel_format
 from jaxmoe.quant.convert import convert
 from jaxmoe.quant.formats import WeightFormat
 from jaxmoe.quant.sharding import stack_experts
@@ -89,8 +91,8 @@ def load_moe(
     path: str | Path,
     layer: int,
     *,
-    weights: WeightFormat | None = None,
-    shared_weights: WeightFormat | None = None,
+    weights: WeightFormat | Literal["auto"] | None = None,
+    shared_weights: WeightFormat | Literal["auto"] | None = None,
     experts: range | None = None,
     tp: tuple[int, int] | None = None,
     fuse_shared: bool = False,
@@ -106,8 +108,10 @@ def load_moe(
     Args:
       path: directory with config.json and safetensors files.
       layer: index of the decoder layer.
-      weights: convert the routed experts to this format; None keeps them.
-      shared_weights: likewise for separate shared experts; fused ones take the routed experts' format.
+      weights: convert the routed experts to this format; None keeps them, ``"auto"`` takes the one that kernels on this
+        device run (:func:`jaxmoe.ops.kernel_format`).
+      shared_weights: likewise for separate shared experts; None is ``"auto"`` if ``weights`` is. Fused ones take the
+        routed experts' format.
       experts: the experts this device holds, e.g. ``range(64, 128)``; None: all. Shared experts come whole.
       tp: (rank, ranks): this device's part of I, of the routed and of the shared experts. Outputs of all ranks are to
         be summed; the down bias is on rank 0 alone. Where a part cuts a block of scales it is stored from the block's
@@ -121,14 +125,14 @@ def load_moe(
       CheckpointError: a tensor is missing, unexpected, given twice, malformed, or of another shape or dtype; the
         layer is dense; config.json lacks a key or asks for something unknown.
       ShapeError: ``experts``, ``tp`` or ``fuse_shared`` do not fit the layer.
-      FormatError: no conversion leads to ``weights`` or ``shared_weights``.
+      FormatError: no conversion leads to ``weights`` or ``shared_weights``, or they are no formats.
       LossyConversionError: a conversion would change values.
     """
     found = FoundLayer(path, layer)
     rank, _ = tp = _check_tp((0, 1) if tp is None else tp)
     experts = _check_experts(experts, found.router.num_experts)
     slots = _check_fused(found, experts, shared_weights) if fuse_shared else 0
-    fmt = found.experts.format if weights is None else weights
+    fmt = _format("weights", weights, found.experts.format)
     grid = found.experts.gate.grid
     if slots and found.shared is not None:
         grid = max(grid, found.shared.gate.grid)
@@ -157,7 +161,8 @@ def load_moe(
                 stacks.append(read(found.shared, range(1), part, fmt))
             own = None
             if not slots:
-                shared_fmt = found.shared.format if shared_weights is None else shared_weights
+                asked = weights if weights == "auto" and shared_weights is None else shared_weights
+                shared_fmt = _format("shared_weights", asked, found.shared.format)
                 shared_cut = _cut("shared intermediate", found.shared_width, tp, found.shared.gate.grid)
                 shared_width = shared_cut.width
                 own = expert_weights(*read(found.shared, range(1), shared_cut, shared_fmt))
@@ -167,6 +172,14 @@ def load_moe(
     params = MoEParams(_router(found), routed, shared)
     config = found.moe_config(fmt, shared_fmt, cut.width, shared_width, bool(slots))
     return LoadedMoE(config, params, Execution() if execution is None else execution)
+
+
+def _format(name: str, asked: WeightFormat | str | None, stored: WeightFormat) -> WeightFormat:
+    if asked is None or asked == "auto":
+        return stored if asked is None else kernel_format(stored)
+    if not isinstance(asked, WeightFormat):
+        raise FormatError(f"{name} is {asked!r}; a format such as jaxmoe.FP8Block, None or 'auto' is needed")
+    return asked
 
 
 def _check_tp(tp: tuple[int, int]) -> tuple[int, int]:
@@ -184,7 +197,7 @@ def _check_experts(experts: range | None, count: int) -> range:
     return experts
 
 
-def _check_fused(found: FoundLayer, experts: range, shared_weights: WeightFormat | None) -> int:
+def _check_fused(found: FoundLayer, experts: range, shared_weights: WeightFormat | str | None) -> int:
     """The number of slots that fused shared experts take."""
     reason = None
     if found.shared is None:
@@ -194,7 +207,7 @@ def _check_fused(found: FoundLayer, experts: range, shared_weights: WeightFormat
     elif found.shared_width % found.intermediate:
         reason = f"their width {found.shared_width} is no multiple of {found.intermediate}"
     elif shared_weights is not None:
-        reason = f"they take those experts' format, while shared_weights is {shared_weights.name}"
+        reason = f"they take those experts' format, while shared_weights is {shared_weights!r}"
     if reason is not None:
         raise ShapeError(f"fuse_shared puts shared experts behind all routed ones, but {reason}; set fuse_shared=False")
     return found.shared_width // found.intermediate

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import jaxmoe
-from jaxmoe import BF16, Execution, FP8Block, FP8BlockUE8M0, moe
+from jaxmoe import BF16, MXFP4, Execution, FP8Block, FP8BlockUE8M0, moe
 from jaxmoe.checkpoint import load_config, load_moe, moe_layers
+from jaxmoe.cuda.arch import Arch
+from jaxmoe.cuda.target import target
 from jaxmoe.errors import ShapeError
 from jaxmoe.testing import calc_diff
 
@@ -75,15 +77,28 @@ def test_weights_stay_quantised():
     }
 
 
-@pytest.mark.parametrize(("path", "target"), [(OWN[0], FP8Block), (OWN[1], BF16), (OWN[2], FP8Block)])
-def test_converted_at_load(path, target):
+@pytest.mark.parametrize(("path", "fmt"), [(OWN[0], FP8Block), (OWN[1], BF16), (OWN[2], FP8Block)])
+def test_converted_at_load(path, fmt):
     """e2m1 to e4m3 blocks and e8m0 to f32 scales are exact here; bf16 rounds what an f32 scale multiplied."""
     x, y, ids = recorded(path, 0)
-    loaded = load_moe(path, 0, weights=target, shared_weights=target, progress=False)
-    assert loaded.config.weights == target and loaded.params.experts.down.format == target
-    tolerance = 1e-2 if target == BF16 and path.name == "deepseek_v3_fp8" else 1e-5
+    loaded = load_moe(path, 0, weights=fmt, shared_weights=fmt, progress=False)
+    assert loaded.config.weights == fmt and loaded.params.experts.down.format == fmt
+    tolerance = 1e-2 if fmt == BF16 and path.name == "deepseek_v3_fp8" else 1e-5
     exact = output(loaded, x, ids, quantize_activations=False)
     assert np.abs(exact - y).max() <= tolerance * np.abs(y).max()
+
+
+def test_auto_takes_the_format_that_kernels_run():
+    def formats(**options):
+        config = load_moe(OWN[0], 0, weights="auto", progress=False, **options).config
+        return config.weights, config.shared_format
+
+    assert formats() == (MXFP4, FP8BlockUE8M0), "the reference takes what there is"
+    with target(Arch("sm_90a", 132)):
+        assert formats() == (FP8Block, FP8Block)
+        assert formats(shared_weights=BF16) == (FP8Block, BF16)
+    with target(Arch("sm_100f", 148)):
+        assert formats() == (MXFP4, FP8BlockUE8M0)
 
 
 @pytest.mark.parametrize(("path", "weights"), [(OWN[1], None), (OWN[0], FP8BlockUE8M0)])

@@ -47,7 +47,7 @@ def test_demo_agrees_and_says_so():
 
 def test_demo_agrees_with_weights_that_a_gpu_had_converted(monkeypatch, capsys):
     demo = load_file(DEMO)
-    monkeypatch.setattr(demo, "kernel_format", lambda fmt: jaxmoe.FP8Block)
+    monkeypatch.setattr("jaxmoe.checkpoint.load.kernel_format", lambda fmt: jaxmoe.FP8Block)
     monkeypatch.setattr(demo, "show_cost", lambda *args: None)
     assert demo.main() == 0
     assert "MXFP4 weights, converted to FP8Block" in capsys.readouterr().out
