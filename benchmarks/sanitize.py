@@ -72,11 +72,6 @@ def launch(
     return [np.frombuffer(b, r.dtype).reshape(r.shape) for b, r in zip(raw, results, strict=True)]
 
 
-def parts(x: Any) -> list[jax.Array]:
-    """Values and scales, where there are any."""
-    return jax.tree.leaves(x)
-
-
 def check_gemm(what: str, call: GemmCall, operands: list[jax.Array], want: jax.Array, real: Any) -> None:
     """One GEMM; ``real`` are the rows that count."""
     planned = call.plan(operands)
@@ -98,7 +93,7 @@ def check_gemms(fmt: WeightFormat) -> None:
         rows = make_rows(tight, COUNTS, layout, fmt)
         call = gemm_call(fmt, layout, ARCH, expected_m=4)
         want = grouped_gemm(rows, weight, backend="reference")
-        operands = [*parts(rows.rows), *parts(weight), rows.group]
+        operands = [*jax.tree.leaves(rows.rows), *jax.tree.leaves(weight), rows.group]
         check_gemm(f"{fmt.name} {layout}", call, operands, want, grouping(COUNTS, layout)[2])
     one = jax.tree.map(lambda a: a[:1], weight)
     x = tight if fmt.activation is None else quantize(tight, fmt.activation)
@@ -106,7 +101,7 @@ def check_gemms(fmt: WeightFormat) -> None:
         call = gemm_call(fmt, "dense", ARCH, d="f32" if dtype == jnp.float32 else "bf16")
         if fmt.activation is None or dtype == jnp.bfloat16:
             want = dense_gemm(x, one, out_dtype=dtype, backend="reference")
-            operands = [*parts(x), *(a[0] for a in parts(one))]
+            operands = [*jax.tree.leaves(x), *(a[0] for a in jax.tree.leaves(one))]
             check_gemm(f"{fmt.name} dense to {jnp.dtype(dtype)}", call, operands, want, slice(None))
 
 
@@ -126,7 +121,7 @@ def check_rows() -> None:
         assert isinstance(want, QuantizedRows)
         tiles = choose_tiles(x.values.shape, x.scales.shape, ids.shape[1], made.row_shape)
         planned = plan_copies(ARCH.name, ids.shape, 512, x.scales.shape, made.row_shape, x.quant, tiles)
-        values, scales = launch(planned, [x.values, x.scales, *wanted[1:]], parts(want))
+        values, scales = launch(planned, [x.values, x.scales, *wanted[1:]], jax.tree.leaves(want))
         real = wanted[2] >= 0
         for got, expected in ((values, want.values), (scales, want.scales)):
             got, expected = (np.asarray(a).view(np.uint8) for a in (got, expected))

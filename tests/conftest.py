@@ -26,8 +26,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxmoe.cuda import cubin_cache, ffi, launch
+from jaxmoe.cuda import cubin_cache, ffi, jit, launch
 from jaxmoe.cuda.source import KernelSource
+from jaxmoe.errors import BackendUnavailable
 from jaxmoe.testing.program import Program
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -86,6 +87,27 @@ def write_checkpoint(tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def toolchain() -> jit.Toolchain:
+    """NVRTC with all headers. Where they are not installed, tests that need them skip; in CI they fail."""
+    try:
+        return jit.find_toolchain()
+    except BackendUnavailable as missing:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def deep_ep_toolchain(toolchain: jit.Toolchain) -> jit.Toolchain:
+    """The same with DeepEP's headers, which no extra installs."""
+    del toolchain
+    try:
+        return jit.find_toolchain(package="deep_ep")
+    except BackendUnavailable as missing:
+        pytest.skip(str(missing))
 
 
 def build(target: str, sources: list[pathlib.Path], *flags: str) -> pathlib.Path:

@@ -175,8 +175,10 @@ def load_moe(
 
 
 def _format(name: str, asked: WeightFormat | str | None, stored: WeightFormat) -> WeightFormat:
-    if asked is None or asked == "auto":
-        return stored if asked is None else kernel_format(stored)
+    if asked is None:
+        return stored
+    if asked == "auto":
+        return kernel_format(stored)
     if not isinstance(asked, WeightFormat):
         raise FormatError(f"{name} is {asked!r}; a format such as jaxmoe.FP8Block, None or 'auto' is needed")
     return asked

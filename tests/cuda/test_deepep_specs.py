@@ -12,7 +12,7 @@ from jaxmoe.cuda import jit
 from jaxmoe.cuda.deepep import specs
 from jaxmoe.cuda.deepep.sizes import SMEM, Sizes, Wire, combine_wire, result_shapes, suggested_sms
 from jaxmoe.cuda.launch import Integer, PeerField, Pointer, Struct, encode
-from jaxmoe.errors import BackendUnavailable, ShapeError
+from jaxmoe.errors import ShapeError
 
 ROW = Wire(jnp.bfloat16, 7168)
 FP8 = Wire(jnp.float8_e4m3fn, 7168, jnp.float32, 56)
@@ -104,17 +104,9 @@ def test_tokens_that_do_not_fit():
         Wire(jnp.bfloat16, 72)
 
 
-@pytest.fixture(scope="module")
-def headers(toolchain):
-    try:
-        return jit.find_toolchain(package="deep_ep")
-    except BackendUnavailable as missing:
-        pytest.skip(str(missing))
-
-
-def test_combine_tells_a_barrier_of_the_bytes_before_they_are_fetched(headers):
+def test_combine_tells_a_barrier_of_the_bytes_before_they_are_fetched(deep_ep_toolchain):
     """In both loops over rows; the other order ended in illegal addresses on an H200."""
-    ((name, text),) = headers.headers.overrides
+    ((name, text),) = deep_ep_toolchain.headers.overrides
     assert name == "deep_ep/impls/combine.cuh"
     asked = re.findall(r"ptx::(mbarrier_arrive_and_set_tx|tma_load_1d|mbarrier_wait_and_flip_phase)\(", text)
     assert asked == ["mbarrier_arrive_and_set_tx", "tma_load_1d", "mbarrier_wait_and_flip_phase"] * 2
@@ -163,14 +155,14 @@ def check_parameters(call: specs.Call, cubins: dict) -> None:
         assert parameter_bytes(cubins[source]) == passed, source.name
 
 
-def test_one_of_each_kernel_compiles(headers):
+def test_one_of_each_kernel_compiles(deep_ep_toolchain):
     s = sizes(tokens=512, num_sms=24)
     pair = (
         specs.dispatch("sm_90a", s, FP8, 1, 7, mode="given", expand=False),
         specs.combine("sm_90a", s, 1, 7, expand=True),
     )
     sources = [source for call in pair for source, _ in call.launches]
-    cubins = dict(jit.compile_many(sources, toolchain=headers))
+    cubins = dict(jit.compile_many(sources, toolchain=deep_ep_toolchain))
     assert len(cubins) == 4
     for call in pair:
         check_parameters(call, cubins)
@@ -179,10 +171,10 @@ def test_one_of_each_kernel_compiles(headers):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_every_kernel_compiles(headers, ranks, arch):
+def test_every_kernel_compiles(deep_ep_toolchain, ranks, arch):
     packed = Wire(jnp.float8_e4m3fn, 7168, jnp.int32, 14)
     wanted = [call for wire in (combine_wire(7168), FP8, packed) for call in calls(arch, ranks, wire)]
     sources = list(dict.fromkeys(source for call in wanted for source, _ in call.launches))
-    cubins = dict(jit.compile_many(sources, toolchain=headers))
+    cubins = dict(jit.compile_many(sources, toolchain=deep_ep_toolchain))
     for call in wanted:
         check_parameters(call, cubins)

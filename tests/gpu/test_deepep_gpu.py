@@ -15,11 +15,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import MoEConfig, RouterConfig, SharedExperts
-from jaxmoe.cuda import jit
 from jaxmoe.cuda.driver import driver
 from jaxmoe.dispatch.all_to_all import AllToAll
 from jaxmoe.dispatch.deepep import DeepEP, EpContext
-from jaxmoe.errors import BackendUnavailable
 from jaxmoe.layer.build import make_params
 from jaxmoe.ops.rows import GroupedRows
 from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
@@ -29,7 +27,7 @@ from jaxmoe.testing import calc_diff
 from jaxmoe.testing.files import load_file
 from jaxmoe.testing.ranks import Ended, run_ranks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deep_ep_toolchain")]
 
 HERE = pathlib.Path(__file__).parent
 E, K, H, INTER = 16, 4, 1024, 512
@@ -37,18 +35,8 @@ FORMATS = ("normal", "v2", "v2_psum", "ll")
 VARIANTS = [(f, True) for f in FORMATS] + [("v2", False), ("v2_psum", False)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def headers():
-    try:
-        jit.find_toolchain(package="deep_ep")
-    except BackendUnavailable as missing:
-        pytest.skip(str(missing))
-
-
-@pytest.fixture(scope="module", params=[1, 2, 4, 8])
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.multigpu(n)) for n in (1, 2, 4, 8)])
 def mesh(request: pytest.FixtureRequest) -> Mesh:
-    if request.param > len(jax.devices()):
-        pytest.skip(f"needs {request.param} GPUs, this machine has {len(jax.devices())}")
     return Mesh(np.array(jax.devices()[: request.param]), "d")
 
 

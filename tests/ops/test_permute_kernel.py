@@ -74,14 +74,8 @@ def bits(x: jax.Array) -> np.ndarray:
 CASES = [
     (37, 3, 5, "psum", 1, {}),  # rows no multiple of 4
     (37, 3, 5, "masked", 1, {"words": 1, "staged": 2}),  # nor those of an expert
-    (
-        35,
-        40,
-        5,
-        "contiguous",
-        2,
-        {"words": 3, "staged": 8, "through": True},
-    ),  # more choices than a warp has lanes, several chunks
+    # more choices than a warp has lanes, several chunks
+    (35, 40, 5, "contiguous", 2, {"words": 3, "staged": 8, "through": True}),
     (35, 40, 5, "masked", 8, {"shared": False, "staged": 4}),
     (1, 1, 3, "psum", 128, {"shared": False, "words": 2}),
 ]

@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 import jaxmoe
 from jaxmoe import Execution, RouterConfig, SharedExperts
 from jaxmoe.balance import load_balancing_loss, router_z_loss, update_correction_bias
-from jaxmoe.cuda import jit
-from jaxmoe.errors import BackendUnavailable
 from jaxmoe.nn import MoE
 from jaxmoe.parallel import AllToAll, DeepEP, EpContext, ParallelLayout, moe_parallel, shard_params
 from jaxmoe.router import router_logits
@@ -54,9 +52,8 @@ def train(layout=None, mesh=None, execution=None, *, dtype=jnp.float32, transpor
             routing = jax.tree.map(lambda a: a.reshape(B, S, K), routing)
             y, load = layer.with_load(x, routing=routing)
             balance = load_balancing_loss(logits, routing.ids, config, sequence_wise=True)
-            return jnp.mean((y.astype(jnp.float32) - target) ** 2) + 0.01 * balance + 0.001 * router_z_loss(
-                logits
-            ), load
+            error = jnp.mean((y.astype(jnp.float32) - target) ** 2)
+            return error + 0.01 * balance + 0.001 * router_z_loss(logits), load
 
         (value, load), gradient = nnx.value_and_grad(loss, has_aux=True)(layer)
         state = nnx.state(layer, nnx.Param)
@@ -67,6 +64,10 @@ def train(layout=None, mesh=None, execution=None, *, dtype=jnp.float32, transpor
 
     steps = [step(layer) for _ in range(STEPS)]
     return [float(v) for v, _ in steps], np.stack([load for _, load in steps]), layer.params
+
+
+def two_devices():
+    return Mesh(np.array(jax.devices()[:2]), ("d",))
 
 
 def compare(found, want, *, losses, parameters, choices=0):
@@ -84,7 +85,7 @@ def compare(found, want, *, losses, parameters, choices=0):
 def test_expert_parallel():
     want = train()
     assert want[0][-1] < 0.9 * want[0][0]
-    found = train(EXPERTS, Mesh(np.array(jax.devices()[:2]), ("d",)))
+    found = train(EXPERTS, two_devices())
     assert found[2].experts.down.values.sharding.spec == P("d")
     compare(found, want, losses=2e-5, parameters=1e-4)
 
@@ -95,20 +96,17 @@ def test_expert_parallel_in_bf16():
     execution = Execution(backend="deepgemm" if jax.default_backend() == "gpu" else "auto")
     want = train(execution=execution, dtype=jnp.bfloat16)
     assert want[0][-1] < 0.9 * want[0][0]
-    found = train(EXPERTS, Mesh(np.array(jax.devices()[:2]), ("d",)), execution, dtype=jnp.bfloat16)
+    found = train(EXPERTS, two_devices(), execution, dtype=jnp.bfloat16)
     compare(found, want, losses=5e-3, parameters=2e-2, choices=1)
 
 
 @pytest.mark.multigpu(2)
+@pytest.mark.usefixtures("deep_ep_toolchain")
 @pytest.mark.parametrize("format", ["v2", "v2_psum"])
 def test_expert_parallel_over_deepep(format):
-    try:
-        jit.find_toolchain(package="deep_ep")
-    except BackendUnavailable as missing:
-        pytest.skip(str(missing))
     execution = Execution(backend="deepgemm")
     want = train(execution=execution, dtype=jnp.bfloat16)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    mesh = two_devices()
     with EpContext(mesh, "d", tokens=B * S // 2, hidden=H, num_experts=E, top_k=K, timeout_seconds=10) as context:
         found = train(EXPERTS, mesh, execution, dtype=jnp.bfloat16, transport=DeepEP(context, format))
     compare(found, want, losses=5e-3, parameters=2e-2, choices=1)
