@@ -27,17 +27,32 @@ def _ragged_dot(x: Array, w: Array, s: Array) -> Array:
     return jax.lax.ragged_dot(x, w.mT, s)
 
 
+def ragged_weight_gradient(dy: Array, rows: Array, sizes: Array) -> float:
+    """Seconds of dL/dweight [E, N, K] by ``jax.lax.ragged_dot_general``; dy [M, N] and rows [M, K] sorted by expert."""
+    return kernel_seconds(_ragged_weight_gradient, dy, rows, sizes, inner=1, repeats=3)
+
+
+@jax.jit
+def _ragged_weight_gradient(dy: Array, x: Array, s: Array) -> Array:
+    over_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    return jax.lax.ragged_dot_general(dy, x, s, over_rows)
+
+
 def ragged_layer(params: MoEParams, config: MoEConfig, tokens: int) -> float:
-    """Seconds of a bf16 layer as one writes it with ``jax.lax.ragged_dot``: sort by expert, two products, sort back."""
+    """Seconds of :func:`ragged_dot_layer`."""
     x = jax.random.normal(jax.random.key(1), (tokens, config.hidden), jnp.bfloat16)
+    return kernel_seconds(jax.jit(lambda x, params: ragged_dot_layer(config)(params, x)), x, params, inner=1, repeats=3)
+
+
+def ragged_dot_layer(config: MoEConfig) -> Callable[[MoEParams, Array], Array]:
+    """A bf16 layer as one writes it with ``jax.lax.ragged_dot``: sort by expert, two products, sort back."""
 
     def mlp(rows: Array, up: Array, down: Array, sizes: Array | None) -> Array:
         product = jnp.dot if sizes is None else lambda a, b: jax.lax.ragged_dot(a, b, sizes)
         gate, value = jnp.split(product(rows, up).astype(jnp.float32), 2, axis=-1)
         return product((jax.nn.silu(gate) * value).astype(rows.dtype), down)
 
-    @jax.jit
-    def layer(x: Array, params: MoEParams) -> Array:
+    def layer(params: MoEParams, x: Array) -> Array:
         k, e = config.router.top_k, config.router.num_experts
         routing = route(params.router, x, config.router)
         order = jnp.argsort(routing.ids.reshape(-1), stable=True)
@@ -54,7 +69,7 @@ def ragged_layer(params: MoEParams, config: MoEConfig, tokens: int) -> float:
             y = y + mlp(x, shared.gate_up.values[0].T, shared.down.values[0].T, None).astype(jnp.float32)
         return y.astype(x.dtype)
 
-    return kernel_seconds(layer, x, params, inner=1, repeats=3)
+    return layer
 
 
 # (block_m, block_n, max_concurrent_steps, grid_block_n): the first for many rows per expert, the last for few.
@@ -76,6 +91,22 @@ def _mosaic(block_m: int, block_n: int, steps: int, grid: int) -> Callable[..., 
 
     config = dict(block_m=block_m, block_n=block_n, block_k=64, max_concurrent_steps=steps, grid_block_n=grid)
     return jax.jit(lambda x, w, s: ragged_dot_mgpu.ragged_dot(x, w, group_sizes=s, transpose_rhs=True, **config))
+
+
+def mosaic_weight_gradient(dy: Array, rows: Array, sizes: Array) -> float:
+    """Seconds of dL/dweight by JAX's own Mosaic GPU kernel, the better of two configurations."""
+    fitting = [c for c in _MOSAIC[:2] if dy.shape[1] % c[0] == rows.shape[1] % c[1] == 0]
+    if not fitting:
+        raise ValueError(f"no configuration for N = {dy.shape[1]}, K = {rows.shape[1]}")
+    return min(kernel_seconds(_mosaic_weight_gradient(*c), dy, rows, sizes, inner=1, repeats=3) for c in fitting)
+
+
+@functools.cache
+def _mosaic_weight_gradient(block_m: int, block_n: int, steps: int, grid: int) -> Callable[..., Array]:
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as mgpu
+
+    config = dict(block_m=block_m, block_n=block_n, block_k=64, max_concurrent_steps=steps, grid_block_n=grid)
+    return jax.jit(lambda dy, x, s: mgpu.transposed_ragged_dot(dy, x, group_sizes=s, **config))
 
 
 def tokamax(rows: Array, weight: Array, sizes: Array) -> float:

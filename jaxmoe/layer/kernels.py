@@ -17,7 +17,7 @@ from jaxmoe.layer.checks import stored_width
 from jaxmoe.layer.layout import choose_layout, tile_rows
 from jaxmoe.layer.straight_through import backward_config, forward_config
 from jaxmoe.ops.grouped_gemm import row_alignment
-from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call, input_gradient
+from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call, gradient_gemms
 from jaxmoe.ops.permute import buffer_rows
 from jaxmoe.ops.permute.cuda import kernel_source as move_source
 from jaxmoe.quant.formats import WeightFormat
@@ -102,7 +102,7 @@ def _mlp(
     sizes: tuple[int, int],
     gradients: bool,
 ) -> dict[KernelSource, None]:
-    """Both GEMMs of an MLP over rows [*rows, K], weights [*stack, N, K], and those of the rows' gradients."""
+    """Both GEMMs of an MLP over rows [*rows, K], weights [*stack, N, K], and those of the gradients."""
     hidden, intermediate = sizes
     stored = stored_width(intermediate, fmt)
     planned = []
@@ -111,5 +111,5 @@ def _mlp(
         a, b, y = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((*rows, k), (*stack, n, k), (*rows, n)))
         planned.append(call.plan((a, None, b) if call.scaled else (a, b)))
         if gradients:
-            planned.append(input_gradient(call).plan((y, b)))
+            planned += [gradient.plan(operands) for gradient, operands in gradient_gemms(call, a, b, y)]
     return dict.fromkeys(source for source, _ in filter(None, planned))

@@ -133,19 +133,26 @@ def test_export_for_cuda_and_back(kernels):
 @pytest.mark.parametrize("layout", ["psum", "contiguous", "masked"])
 @pytest.mark.parametrize("arch", [HOPPER, BLACKWELL], ids=["sm90", "sm100"])
 def test_gradient_reads_the_same_weights_the_other_way(kernels, launches, arch, layout):
-    """dgrad is the same kernel over B as [G, k, n]; wgrad is a loop over experts in plain JAX."""
+    """dgrad is the same kernel over B as [G, k, n]; wgrad, of psum rows, one that sums over each expert's rows."""
     w = weight().values
 
     def loss(x, w, group):
         y = gemm(GroupedRows(x, group, layout, 128), GroupedWeight(w, None, BF16, K))
         return y.astype(jnp.float32).sum()
 
-    args = (rows(layout).rows, w, rows(layout).group)
+    args = (rows(layout, m=384).rows, w, rows(layout, m=384).group)
     run = jax.value_and_grad(loss, argnums=(0, 1))
     with target(arch):
-        assert calls(lowered(run, *args)) == [f"jaxmoe_{arch.family}_bf16_m_grouped_{layout}"] * 2
+        sums = [f"jaxmoe_{arch.family}_bf16_k_grouped"] if layout == "psum" else []
+        assert sorted(calls(lowered(run, *args))) == sums + [f"jaxmoe_{arch.family}_bf16_m_grouped_{layout}"] * 2
         _, (dx, dw) = jax.block_until_ready(jax.jit(run)(*args))
-    forward, backward = sorted(launches(), key=lambda launch: launch["params"][2]["u32"], reverse=True)
+    by_shape = {tuple(p["u32"] for p in launch["params"][1:4]): launch for launch in launches()}
+    forward, backward = (next(v for k, v in by_shape.items() if k[1:] == shape) for shape in ((N, K), (K, N)))
+    if sums:
+        assert len(by_shape) == 3
+        gradient = by_shape[N, K, 384]
+        # dL/dy [384, N] and the rows [384, K] lie as they are; D is [E, N, K].
+        assert [p["map"][1] for p in gradient["params"][4:]] == [[N, 384], [K, 384], [K, E * N]]
     assert [p["u32"] for p in forward["params"][2:4]] == [N, K]
     assert [p["u32"] for p in backward["params"][2:4]] == [K, N]
     # Neither is the weight copied: B's map runs over the caller's [E, N, K], its rows K wide.

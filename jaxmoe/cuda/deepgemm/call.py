@@ -97,13 +97,15 @@ class GemmCall:
     def gemm(self, operands: Sequence[Any]) -> Gemm:
         """The GEMM over operands of these shapes, in the order of :mod:`jaxmoe.cuda.deepgemm.specs`."""
         a, b = operands[0].shape, operands[2 if self.scaled else 1].shape
+        m, k = reversed(a) if self.layout == "k_grouped" else a[-2:]
+        groups = operands[2].shape[0] if self.layout == "k_grouped" else 1 if self.layout == "dense" else b[0]
         return Gemm(
             arch=GEMM_ARCH[self.arch.family],
             layout=self.layout,
-            m=a[-2],
+            m=m,
             n=b[-1] if self.b_major == "MN" else b[-2],
-            k=a[-1] * (2 if self.a == "e2m1" else 1),
-            groups=1 if self.layout == "dense" else b[0],
+            k=k * (2 if self.a == "e2m1" else 1),
+            groups=groups,
             a=self.a,
             b=self.b,
             d=self.d,
@@ -121,12 +123,14 @@ class GemmCall:
     def results(self, operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """d over operands of these shapes."""
         gemm = self.gemm(operands)
-        shape = (gemm.groups, gemm.m, gemm.n) if gemm.layout == "masked" else (gemm.m, gemm.n)
+        shape = (gemm.groups, gemm.m, gemm.n) if gemm.layout in ("masked", "k_grouped") else (gemm.m, gemm.n)
         return (jax.ShapeDtypeStruct(shape, jnp.float32 if self.d == "f32" else jnp.bfloat16),)
 
     @property
     def factors(self) -> Factors:
         """``h`` is k in bytes of two values; ``s``, ``p``, ``u`` and ``v`` are extents of scales."""
+        if self.layout == "k_grouped":
+            return ("k m", "k n", "g"), ("g m n",)
         masked, g = self.layout == "masked", "" if self.layout == "dense" else "g "
         k = "h" if self.b != self.a else "k"
         a, scales_a, d = ("g m k", "g s p", "g m n") if masked else ("m k", "s p", "m n")
@@ -137,10 +141,10 @@ class GemmCall:
 
     @property
     def divisible(self) -> str:
-        """Experts of masked rows, and what no scale array is indexed by."""
+        """Experts of masked rows, and what no scale array and no group is indexed by."""
         if self.layout == "masked":
             return "g" if self.scaled else "gn"
-        return "mn" if self.layout == "dense" and not self.scaled else ""
+        return "mn" if self.layout in ("dense", "k_grouped") and not self.scaled else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

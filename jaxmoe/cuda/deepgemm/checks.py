@@ -44,7 +44,7 @@ def check(gemm: Gemm, config: Config) -> None:
             f"{gemm.layout}: the {what} is {gemm.m}, not a multiple of BLOCK_M {block_m}, and the last tile would run "
             f"into {beyond}; pad m to {align(gemm.m, block_m)}"
         )
-    if gemm.grouped and gemm.arch == "sm_90" and block_m not in (64, 128):
+    if gemm.m_grouped and gemm.arch == "sm_90" and block_m not in (64, 128):
         raise BackendUnavailable(f"{gemm.layout} on sm_90: BLOCK_M is {block_m}; set mk_alignment to 64 or 128")
     if gemm.layout == "masked" and gemm.arch == "sm_100" and block_m not in (32, 64, 128):
         raise BackendUnavailable(f"masked on sm_100: BLOCK_M is {block_m}; set mk_alignment to 32, 64 or 128")
@@ -95,6 +95,8 @@ def _check_dtypes(gemm: Gemm) -> None:
         )
     if gemm.kind == "1d1d" and not {*grans} <= {32, 128}:
         raise BackendUnavailable(f"scales over {grans} columns on sm_100: the kernel has 32 and 128 only")
+    if gemm.k_grouped and (gemm.scaled or gemm.b_major != "MN"):
+        raise BackendUnavailable(f"{operands}: k_grouped is for bf16 operands that lie as [k, m] and [k, n] only")
     if gemm.b_major == "MN" and gemm.scaled:
         raise BackendUnavailable(f"{operands}: an MN-major B is for bf16 only; transpose B")
 
@@ -104,7 +106,7 @@ def _check_multiples(gemm: Gemm) -> None:
         step, why = 128, "FP4 copies"
     elif gemm.scaled:
         step, why = 16, "16-byte rows"
-    elif gemm.grouped and (gemm.arch == "sm_90" or gemm.b_major == "MN"):
+    elif gemm.m_grouped and (gemm.arch == "sm_90" or gemm.b_major == "MN"):
         step, why = 64, "tiles that must not reach into the next expert"
     else:
         step, why = 8, "16-byte rows"
@@ -112,13 +114,18 @@ def _check_multiples(gemm: Gemm) -> None:
         raise BackendUnavailable(
             f"k is {gemm.k}, not a multiple of {step} ({why}); pad k to {align(gemm.k, step)} with zeros"
         )
+    if gemm.k_grouped and gemm.m % 64:
+        raise BackendUnavailable(
+            f"k_grouped: m is {gemm.m}, not a multiple of 64, and the last tile would run into the next expert; pad m "
+            f"to {align(gemm.m, 64)}"
+        )
     if gemm.n % 8:
         raise BackendUnavailable(f"n is {gemm.n}, not a multiple of 8 (16-byte rows); pad n to {align(gemm.n, 8)}")
 
 
 def _check_range(gemm: Gemm) -> None:
     """Coordinates in tensor maps and SM90's index into the scales of B have 32 bits; element offsets have more."""
-    groups_b = gemm.groups if gemm.grouped else 1
+    groups_b = gemm.groups if gemm.m_grouped else 1
     b_rows = (gemm.n if gemm.b_major == "K" else gemm.k) * groups_b
     extents = {"rows of a": gemm.rows, "rows of b": b_rows, "n": gemm.n, "k": gemm.k}
     if gemm.kind == "1d2d":

@@ -11,7 +11,7 @@ from typing import Literal
 from jaxmoe.cuda.launch import TensorMapDtype
 
 Arch = Literal["sm_90", "sm_100"]
-Layout = Literal["dense", "contiguous", "psum", "masked"]
+Layout = Literal["dense", "contiguous", "psum", "masked", "k_grouped"]
 Major = Literal["K", "MN"]
 Dtype = Literal["bf16", "e4m3", "e2m1", "f32"]
 Kind = Literal["1d2d", "1d1d", "bf16"]
@@ -46,6 +46,7 @@ GEMM_TYPES: dict[Layout, str] = {
     "contiguous": "GemmType::MGroupedContiguous",
     "psum": "GemmType::MGroupedContiguousWithPsumLayout",
     "masked": "GemmType::MGroupedMasked",
+    "k_grouped": "GemmType::KGroupedContiguous",
 }
 
 
@@ -68,6 +69,9 @@ def swizzle_of(row_bytes: int) -> int:
 class Gemm:
     """One GEMM with static shapes. Rows of A and D are grouped by expert as ``layout`` says, B is [G, n, k].
 
+    ``k_grouped`` is the weight gradient: D[g, m, n] = Σ_k A[k, m]·B[k, n] over the rows k of group g, which lie one
+    group behind the other. The kernel stores nothing for a group without rows.
+
     ============ ============ ============ ====================================================================
     layout       A and D rows ``m``        ``grouped_layout``, int32
     ============ ============ ============ ====================================================================
@@ -76,6 +80,7 @@ class Gemm:
     psum         [m]          all rows     [G] end row of each expert, who starts at the previous end rounded up
                                            to BLOCK_M
     masked       [G, m]       of an expert [G] real rows of each expert
+    k_grouped    [k, m], [m]  of a group   [G] rows k of each group, multiples of the alignment; ``k`` is all rows
     ============ ============ ============ ====================================================================
 
     Attributes:
@@ -83,7 +88,7 @@ class Gemm:
       m, n, k, groups: as above; m or n may be 0.
       a, b: ``bf16`` both, or ``e4m3``/``e2m1``; ``e2m1`` is two values a byte along k, even k in the low nibble.
       d: ``bf16`` or ``f32``.
-      b_major: ``"MN"`` when B lies in memory as [G, k, n] (the input gradient); bf16 only.
+      b_major: ``"MN"`` when B lies in memory as [G, k, n] (the input gradient) or [k, n] (``k_grouped``); bf16 only.
       gran_a, gran_b: columns of k that one scale of A and of B covers; without meaning for bf16. SM90 takes
         (1, 128) × (128, 128) blocks of float32, SM100 rows of packed UE8M0, (1, 128) or (1, 32) each.
       expected_m: real rows per expert that the configuration is chosen for (psum and masked); 0 = as many as there
@@ -122,14 +127,29 @@ class Gemm:
         return self.layout != "dense"
 
     @property
+    def m_grouped(self) -> bool:
+        """Whether the groups are of rows of D."""
+        return self.grouped and not self.k_grouped
+
+    @property
+    def k_grouped(self) -> bool:
+        """Whether the groups are of what is summed over; A then lies as [k, m]."""
+        return self.layout == "k_grouped"
+
+    @property
     def rows(self) -> int:
-        """All rows of A and D."""
-        return self.m * self.groups if self.layout == "masked" else self.m
+        """All rows of D."""
+        return self.m * self.groups if self.layout in ("masked", "k_grouped") else self.m
+
+    @property
+    def depth(self) -> int:
+        """Products in one sum that the heuristics reckon with."""
+        return ceil_div(self.k, self.groups) if self.k_grouped else self.k
 
     @property
     def balanced(self) -> tuple[int, int]:
         """Rows per group and number of groups that the heuristics reckon with."""
-        if self.layout == "masked" or (self.layout == "psum" and self.expected_m):
+        if self.layout in ("masked", "k_grouped") or (self.layout == "psum" and self.expected_m):
             return self.expected_m or self.m, self.groups
         return self.m, 1
 
@@ -138,7 +158,7 @@ class Gemm:
         """What runs, e.g. ``sm90_fp8_1d2d_m_grouped_psum``."""
         values = "bf16" if not self.scaled else "fp8" if self.b == "e4m3" else "fp8_fp4" if self.a == "e4m3" else "fp4"
         family = values if self.kind == "bf16" else f"{values}_{self.kind}"
-        return f"{self.arch.replace('_', '')}_{family}_{'m_grouped_' if self.grouped else ''}{self.layout}"
+        return f"{self.arch.replace('_', '')}_{family}_{'m_grouped_' if self.m_grouped else ''}{self.layout}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,9 +32,13 @@ def choose(gemm: Gemm, *, num_sms: int, mk_alignment: int = 128) -> Config:
         raise ShapeError(f"m {gemm.m}, n {gemm.n}, k {gemm.k}, groups {gemm.groups}: each must be at least 1")
     if num_sms < 2 or num_sms % 2:
         raise ShapeError(f"num_sms is {num_sms}; the kernels run on an even number of SMs, at least 2")
-    aligned = gemm.layout in ("contiguous", "psum") or (gemm.layout == "masked" and gemm.arch == "sm_100")
+    aligned = gemm.layout in ("contiguous", "psum", "k_grouped") or (gemm.layout == "masked" and gemm.arch == "sm_100")
     if aligned and (mk_alignment < 16 or mk_alignment % 16):
         raise BackendUnavailable(f"mk_alignment is {mk_alignment}; it must be a multiple of 16, at least 16")
+    if gemm.k_grouped and gemm.arch == "sm_90" and mk_alignment % 64:
+        raise BackendUnavailable(
+            f"k_grouped on sm_90: groups are multiples of {mk_alignment} rows; set mk_alignment to a multiple of 64"
+        )
     choice = _choose_sm90 if gemm.arch == "sm_90" else _choose_sm100
     return choice(gemm, num_sms, mk_alignment)
 
@@ -75,6 +79,8 @@ def _choose_sm90(gemm: Gemm, num_sms: int, mk_alignment: int) -> Config:
 def _candidates_sm90(gemm: Gemm, num_sms: int, mk_alignment: int) -> Iterator[Config]:
     if gemm.layout == "dense":
         block_ms = [64, 128, *(b for b in (16, 32) if gemm.m <= b), *([256] if gemm.d != "f32" else [])]
+    elif gemm.k_grouped:
+        block_ms = [64, 128, 256]
     else:
         block_ms = [64, 128] if gemm.layout == "masked" else [mk_alignment]
     for cluster_m, cluster_n in _CLUSTERS:
@@ -118,9 +124,19 @@ def _legal_sm90(gemm: Gemm, c: Config) -> bool:
     beyond = c.block_n - c.block_k
     straddles = gemm.scaled and beyond > 0 and c.block_n % beyond and c.block_k % beyond
     unpaired = gemm.layout in ("masked", "psum") and ceil_div(gemm.n, c.block_n) % c.cluster
+    unpaired = _reaches_out(gemm, c) if gemm.k_grouped else unpaired
     shallow = c.stages < (4 if c.block_m * c.block_n < 128 * 192 else 3)
     too_large = c.block_m > 128 and c.block_n > 128
     return not (c.num_sms % c.cluster or straddles or unpaired or shallow or too_large or c.swizzle_b < 64)
+
+
+def _reaches_out(gemm: Gemm, c: Config) -> int:
+    """Whether a tile of a k-grouped GEMM would store into the next group, or a cluster span two groups.
+
+    Such a cluster hangs or gives wrong numbers (deepseek-ai/DeepGEMM pull requests 415 and 429).
+    """
+    m_tiles, n_tiles = ceil_div(gemm.m, c.block_m), ceil_div(gemm.n, c.block_n)
+    return gemm.m % c.block_m or m_tiles % c.cluster_m or n_tiles % c.cluster_n
 
 
 def _cost_sm90(gemm: Gemm, c: Config) -> float:
@@ -133,15 +149,15 @@ def _cost_sm90(gemm: Gemm, c: Config) -> float:
     l2_rate = int(min(64 * c.num_sms, 8e6 / 1.3e3))
     l1_rate = 128 * c.num_sms
     io = c.block_m * c.block_n * out
-    l2_loads = gemm.k * (c.block_m // c.cluster_n + c.block_n // c.cluster_m) * size
-    l1_loads = gemm.k * (c.block_m + c.block_n) * size
-    tensor_cores = gemm.k * (max(64, c.block_m) + c.block_n) * size + io
+    l2_loads = gemm.depth * (c.block_m // c.cluster_n + c.block_n // c.cluster_m) * size
+    l1_loads = gemm.depth * (c.block_m + c.block_n) * size
+    tensor_cores = gemm.depth * (max(64, c.block_m) + c.block_n) * size + io
     cycles = max((l2_loads + io) * blocks // l2_rate, (l1_loads + tensor_cores + io) * blocks // l1_rate)
     return int(np.float32(cycles) / np.float32(blocks / (rounds * c.num_sms)))
 
 
 def _choose_sm100(gemm: Gemm, num_sms: int, mk_alignment: int) -> Config:
-    if gemm.grouped:
+    if gemm.m_grouped:
         pair = ceil_div(gemm.n, 128) % 2 == 0
         best = _tile_sm100(gemm, num_sms, True, mk_alignment, 128, 1, 2 if pair else 1)
         return _found(best if best.stages > 0 else None, gemm, num_sms, mk_alignment)
@@ -150,7 +166,7 @@ def _choose_sm100(gemm: Gemm, num_sms: int, mk_alignment: int) -> Config:
 
 
 def _candidates_sm100(gemm: Gemm, num_sms: int) -> Iterator[Config]:
-    upright = 32 if gemm.m <= 32 else 64 if gemm.m <= 64 else 128
+    upright = 32 if gemm.m <= 32 else 64 if gemm.m <= 64 or (gemm.k_grouped and gemm.m % 128) else 128
     widths = [16, *range(32, (128 if gemm.k <= 256 else 256) + 1, 32)]
     # The pinned kernel reads tensor memory without the wait it needs when it stores float32 and swaps: never swap then.
     for swap in (False,) if gemm.d == "f32" else (False, True):
@@ -187,7 +203,7 @@ def _tile_sm100(
         load_m=load_m,
         load_n=load_n,
         store_m=store_m,
-        swizzle_a=128,
+        swizzle_a=swizzle_of(load_m * a) if gemm.k_grouped else 128,
         swizzle_b=128 if gemm.b_major == "K" else swizzle_of(load_n * b),
         swizzle_d=swizzle_d,
         stages=stages,
@@ -206,8 +222,8 @@ def tensor_memory_columns(gemm: Gemm, config: Config) -> int:
 
 
 def _legal_sm100(gemm: Gemm, c: Config) -> bool:
-    step_n = 64 if gemm.b_major == "MN" else 8
-    unaligned = c.load_m % 8 or c.load_n % step_n
+    step_m, step_n = 64 if gemm.k_grouped else 8, 64 if gemm.b_major == "MN" else 8
+    unaligned = c.load_m % step_m or c.load_n % step_n or (gemm.k_grouped and _reaches_out(gemm, c))
     unpaired = ceil_div(gemm.m, c.block_m) % c.cluster_m or ceil_div(gemm.n, c.block_n) % c.cluster_n
     return not (c.num_sms % c.cluster or unaligned or unpaired or tensor_memory_columns(gemm, c) > 512)
 

@@ -4,13 +4,13 @@ The custom call takes ``a, [scales of a], b, [scales of b], [grouped_layout]`` a
 without gaps (bf16 has no scales, dense no ``grouped_layout``), and gives d as its only result:
 
 ============== =============================================================================================
-a              [m, k], masked [G, m, k]; FP4 as bytes [.., k/2]
+a              [m, k], masked [G, m, k], k_grouped [k, m]; FP4 as bytes [.., k/2]
 scales of a    SM90: float32 [⌈k/128⌉, align(m, 4)]; SM100: int32 [⌈k/(4·gran_a)⌉, align(m, 4)], four UE8M0
                exponents a word; masked has G of these
-b              [n, k] or [G, n, k], FP4 as bytes [.., k/2]; with ``b_major`` "MN" [k, n] or [G, k, n]
+b              [n, k] or [G, n, k], FP4 as bytes [.., k/2]; with ``b_major`` "MN" [k, n] or [G, k, n], k_grouped [k, n]
 scales of b    SM90: float32 [⌈n/128⌉, ⌈k/128⌉]; SM100: int32 [⌈k/(4·gran_b)⌉, align(n, 4)]; grouped has G of these
 grouped_layout as :class:`jaxmoe.cuda.deepgemm.gemm.Gemm` says
-d              [m, n], masked [G, m, n]
+d              [m, n], masked and k_grouped [G, m, n]
 ============== =============================================================================================
 """
 
@@ -96,18 +96,19 @@ def _params(gemm: Gemm, config: Config) -> tuple[Param, ...]:
 
 def _maps(gemm: Gemm, c: Config, buffers: dict[str, Buffer]) -> dict[str, TensorMap]:
     groups_a = gemm.groups if gemm.layout == "masked" else 1
-    groups_b = gemm.groups if gemm.grouped else 1
+    groups_b = gemm.groups if gemm.m_grouped else 1
     a, b, d = DTYPES[gemm.a], DTYPES[gemm.b], DTYPES[gemm.d]
+    a_inner, a_outer, a_box = gemm.k, gemm.m * groups_a, (c.block_k, c.load_m)
+    if gemm.k_grouped:
+        a_inner, a_outer, a_box = gemm.m, gemm.k, (c.swizzle_a // a.smem_bytes, c.block_k)
     b_inner, b_outer, b_box = gemm.k, gemm.n, (c.block_k, c.load_n)
     if gemm.b_major == "MN":
         b_inner, b_outer, b_box = gemm.n, gemm.k, (c.swizzle_b // b.smem_bytes, c.block_k)
     d_inner = c.swizzle_d // d.smem_bytes if c.swizzle_d else c.block_n
     maps = {
-        "a": _map(buffers["a"], a.tensor_map, a.bits, gemm.k, gemm.m * groups_a, (c.block_k, c.load_m), c.swizzle_a),
+        "a": _map(buffers["a"], a.tensor_map, a.bits, a_inner, a_outer, a_box, c.swizzle_a),
         "b": _map(buffers["b"], b.tensor_map, b.bits, b_inner, b_outer * groups_b, b_box, c.swizzle_b),
-        "d": _map(
-            Buffer("result", 0), d.tensor_map, d.bits, gemm.n, gemm.m * groups_a, (d_inner, c.store_m), c.swizzle_d
-        ),
+        "d": _map(Buffer("result", 0), d.tensor_map, d.bits, gemm.n, gemm.rows, (d_inner, c.store_m), c.swizzle_d),
     }
     if gemm.scaled:
         packed = 1 if gemm.kind == "1d2d" else 4

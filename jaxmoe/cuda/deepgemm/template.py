@@ -24,12 +24,12 @@ def header(gemm: Gemm) -> str:
 def template_args(gemm: Gemm, config: Config, *, mk_alignment: int = 128) -> tuple[str, ...]:
     """The kernel's template arguments in order, as C++.
 
-    Grouped kernels have n and k compiled in, dense ones take all extents at run time; m is never compiled in, so that
-    it costs no compilation.
+    Grouped kernels have the sizes of the weight compiled in, dense ones take all extents at run time; the number of
+    rows is never compiled in, so that it costs no compilation.
     """
     c = config
-    major_a, major_b = MAJORS["K"], MAJORS[gemm.b_major]
-    shape = (0, gemm.n, gemm.k) if gemm.grouped else (0, 0, 0)
+    major_a, major_b = MAJORS["MN" if gemm.k_grouped else "K"], MAJORS[gemm.b_major]
+    shape = (0, gemm.n, gemm.k) if gemm.m_grouped else (gemm.m, gemm.n, 0) if gemm.k_grouped else (0, 0, 0)
     block = (c.block_m, c.block_n, c.block_k)
     groups = gemm.groups if gemm.grouped else 1
     swizzle = (c.swizzle_a, c.swizzle_b, c.swizzle_d)

@@ -1,7 +1,8 @@
 """The grouped GEMM on DeepGEMM's kernels: Hopper and data-centre Blackwell.
 
 bf16 is differentiable: the input gradient is the same kernel over the same weights, read as [G, k, n]; the weight
-gradient is the plain JAX loop over experts, because no correct kernel for it is known to us.
+gradient is DeepGEMM's k-grouped kernel over psum rows, XLA's batched product over masked rows, and the plain JAX loop
+over experts for contiguous rows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxmoe.config import Layout
 from jaxmoe.cuda import target
@@ -22,7 +24,7 @@ from jaxmoe.cuda.deepgemm.gemm import Layout as GemmLayout
 from jaxmoe.errors import BackendUnavailable
 from jaxmoe.ops.grouped_gemm import reference
 from jaxmoe.ops.grouped_gemm.constants import undifferentiable
-from jaxmoe.ops.rows import GroupedRows
+from jaxmoe.ops.rows import GroupedRows, psum_experts, psum_starts
 from jaxmoe.quant.formats import FORMATS, WeightFormat
 from jaxmoe.quant.tensors import GroupedWeight, QuantizedRows
 
@@ -162,24 +164,49 @@ _bf16 = jax.custom_vjp(_product, nondiff_argnums=(0,))
 
 def _bf16_fwd(call: GemmCall, rows: Array, weight: Array, group: Array) -> tuple[Array, Any]:
     y = _bf16(call, rows, weight, group)
-    input_gradient(call).plan((y, weight, group))  # refuses here, where another backend can still take the case
+    for gradient, operands in gradient_gemms(call, rows, weight, y):
+        gradient.plan(operands)  # refuses here, where another backend can still take the case
     return y, (rows, weight, group)
 
 
 def _bf16_bwd(call: GemmCall, saved: Any, dy: Array) -> tuple[Array, Array, None]:
     rows, weight, group = saved
-    assert call.layout != "dense"
+    assert call.layout != "dense" and call.layout != "k_grouped"
     grouping = GroupedRows(dy, group, call.layout, call.alignment)
     # Rows of no expert hold anything, in dy as well: they are selected away before a sum or a tile can see them.
-    valid = (reference.row_labels(grouping, weight.shape[0]) >= 0).reshape(*dy.shape[:-1], 1)
+    valid = (_labels(grouping, weight.shape[0]) >= 0).reshape(*dy.shape[:-1], 1)
     zero = jnp.zeros((), jnp.bfloat16)
-    dy = jnp.where(valid, dy, zero)
+    rows, dy = (jnp.where(valid, a, zero) for a in (rows, dy))
     (d_rows,) = call_kernel(input_gradient(call), (dy, weight, group))
-    d_weight = reference.weight_gradient(grouping.with_rows(rows), dy, weight)
-    return jnp.where(valid, d_rows, zero), d_weight, None
+    return jnp.where(valid, d_rows, zero), _weight_gradient(call, grouping.with_rows(rows), dy, weight), None
 
 
 _bf16.defvjp(_bf16_fwd, _bf16_bwd)
+
+
+def _weight_gradient(call: GemmCall, rows: GroupedRows, dy: Array, weight: Array) -> Array:
+    """dL/dweight; rows and dy hold 0 wherever no expert has a row."""
+    x = rows.values
+    if call.layout == "masked":
+        by_expert = (((1,), (1,)), ((0,), (0,)))
+        return lax.dot_general(dy, x, by_expert, preferred_element_type=jnp.float32).astype(weight.dtype)
+    if call.layout == "contiguous" or not x.size:
+        return reference.weight_gradient(rows, dy, weight)
+    step = rows.alignment
+    extents = lax.div(rows.group + (step - 1), step) * step - psum_starts(rows.group, step)
+    (d_weight,) = call_kernel(weight_gradient(call), (dy, x, extents))
+    return jnp.where(extents[:, None, None] > 0, d_weight, jnp.zeros((), d_weight.dtype))
+
+
+def gradient_gemms(call: GemmCall, rows: Any, weight: Any, y: Any) -> list[tuple[GemmCall, tuple[Any, ...]]]:
+    """Kernels of the way back and the shapes that they take: dL/drows, and dL/dweight of psum rows.
+
+    XLA multiplies masked rows, which are a batch. Contiguous rows may hold experts in any order, which no kernel takes.
+    """
+    found: list[tuple[GemmCall, tuple[Any, ...]]] = [(input_gradient(call), (y, weight))]
+    if call.layout == "psum" and rows.size:
+        found.append((weight_gradient(call), (y, rows, jax.ShapeDtypeStruct(weight.shape[:1], jnp.int32))))
+    return found
 
 
 def input_gradient(call: GemmCall) -> GemmCall:
@@ -187,8 +214,20 @@ def input_gradient(call: GemmCall) -> GemmCall:
     return dataclasses.replace(call, d="bf16", b_major="MN")
 
 
+def weight_gradient(call: GemmCall) -> GemmCall:
+    """The GEMM dL/dyᵀ × rows of each expert."""
+    return dataclasses.replace(call, layout="k_grouped", d="bf16", b_major="MN", expected_m=0)
+
+
+def _labels(rows: GroupedRows, num_experts: int) -> Array:
+    """Expert of each row of the flattened buffer, int32 [M], -1 for none."""
+    if rows.layout == "psum":
+        return psum_experts(rows.group, rows.alignment, rows.values.shape[0])
+    return reference.row_labels(rows, num_experts)
+
+
 def _add_bias(grouping: tuple[Layout, int], y: Array, bias: Array, group: Array) -> Array:
-    labels = reference.row_labels(GroupedRows(y, group, *grouping), bias.shape[0]).reshape(y.shape[:-1])
+    labels = _labels(GroupedRows(y, group, *grouping), bias.shape[0]).reshape(y.shape[:-1])
     return (y.astype(jnp.float32) + bias[jnp.maximum(labels, 0)]).astype(y.dtype)
 
 
@@ -201,7 +240,10 @@ def _biased_fwd(grouping: tuple[Layout, int], y: Array, bias: Array, group: Arra
 
 def _biased_bwd(grouping: tuple[Layout, int], saved: Any, dy: Array) -> tuple[Array, Array, None]:
     bias, group = saved
-    return dy, reference.bias_gradient(GroupedRows(dy, group, *grouping), bias.shape[0]), None
+    labels = _labels(GroupedRows(dy, group, *grouping), bias.shape[0])
+    flat = jnp.where(labels[:, None] >= 0, dy.reshape(-1, dy.shape[-1]), jnp.zeros((), dy.dtype))
+    owns = jnp.arange(bias.shape[0])[:, None] == labels
+    return dy, jnp.matmul(owns.astype(dy.dtype), flat, preferred_element_type=jnp.float32), None
 
 
 _biased.defvjp(_biased_fwd, _biased_bwd)

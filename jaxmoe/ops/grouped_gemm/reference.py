@@ -201,14 +201,6 @@ def weight_gradient(rows: GroupedRows, dy: Array, weight: Array) -> Array:
     return dw
 
 
-def bias_gradient(rows: GroupedRows, num_experts: int) -> Array:
-    """dL/dbias, f32 [E, N]: sums of dL/dy, which ``rows`` holds, over each expert's rows; 0 for no rows."""
-    dy = rows.values.reshape(-1, rows.values.shape[-1])
-    if not dy.size:
-        return jnp.zeros((num_experts, dy.shape[1]), jnp.float32)
-    return _weight_gradient(_segments(rows, num_experts), None, dy, num_experts, jnp.float32)[1]
-
-
 def _weight_gradient(
     seg: _Segments, x: Array | None, dy: Array, num_experts: int, dtype: Any
 ) -> tuple[Array | None, Array]:
