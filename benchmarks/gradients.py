@@ -99,8 +99,8 @@ def compile_kernels(cases: list[Case]) -> None:
     for case in cases:
         (e, n, k), m = case.sizes, int((-(-case.counts // 128) * 128).sum())
         x, w, y = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (e, n, k), (m, n)))
-        plans = [call.plan((x, w)), *(one.plan(operands) for one, operands in gradient_gemms(call, x, w, y))]
-        found |= {plan[0] for plan in plans if plan}
+        for gemm, operands in [(call, (x, w)), *gradient_gemms(call, x, w, y)]:
+            found |= {source for source, _ in gemm.plan(operands)}
     cubin_cache.ensure(list(found), progress=sys.stderr.isatty())
 
 

@@ -130,7 +130,7 @@ def compile_kernels(cases: list[Case], against: list[Case]) -> None:
             k = -(-k // fmt.k_multiple) * fmt.k_multiple
             a, b = jax.ShapeDtypeStruct((*shape, k), jnp.uint8), jax.ShapeDtypeStruct((e, n, k), jnp.uint8)
             planned = call.plan((a, None, b) if call.scaled else (a, b))
-            found |= {planned[0]} if planned else set()
+            found |= {source for source, _ in planned}
     cubin_cache.ensure(list(found), progress=sys.stderr.isatty())
 
 

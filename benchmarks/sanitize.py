@@ -74,8 +74,7 @@ def launch(
 
 def check_gemm(what: str, call: GemmCall, operands: list[jax.Array], want: jax.Array, real: Any) -> None:
     """One GEMM; ``real`` are the rows that count."""
-    planned = call.plan(operands)
-    assert planned is not None
+    (planned,) = call.plan(operands)
     (got,) = launch(planned, operands, call.results(operands))
     got, expected = (a.reshape(-1, a.shape[-1])[real].astype(np.float32) for a in (got, np.asarray(want)))
     difference = float(calc_diff(got, expected))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from pathlib import Path
 from typing import Literal
 
 Package = Literal["deep_gemm", "deep_ep"]
@@ -23,3 +25,10 @@ class KernelSource:
     arch: str
     code: str
     package: Package = "deep_gemm"
+
+
+@functools.cache
+def own_kernel(name: str, arch: str, *files: str) -> KernelSource:
+    """One of ``jaxmoe/cuda/kernels``, made of ``files`` in order; it serves all sizes."""
+    folder = Path(__file__).parent / "kernels"
+    return KernelSource(name, arch, "\n".join((folder / f"{f}.cuh").read_text(encoding="utf-8") for f in files))

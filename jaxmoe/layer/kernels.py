@@ -109,7 +109,7 @@ def _mlp(
     for n, k in ((2 * stored, hidden), (hidden, stored)):
         k = round_up(k, fmt.k_multiple)
         a, b, y = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((*rows, k), (*stack, n, k), (*rows, n)))
-        planned.append(call.plan((a, None, b) if call.scaled else (a, b)))
+        planned += call.plan((a, None, b) if call.scaled else (a, b))
         if gradients:
-            planned += [gradient.plan(operands) for gradient, operands in gradient_gemms(call, a, b, y)]
-    return dict.fromkeys(source for source, _ in filter(None, planned))
+            planned += [one for gemm, operands in gradient_gemms(call, a, b, y) for one in gemm.plan(operands)]
+    return dict.fromkeys(source for source, _ in planned)

@@ -130,11 +130,8 @@ def test_export_for_cuda_and_back(kernels):
     assert exported.platforms == ("cuda",) and calls(exported.mlir_module()) == [name]
 
 
-@pytest.mark.parametrize("layout", ["psum", "contiguous", "masked"])
-@pytest.mark.parametrize("arch", [HOPPER, BLACKWELL], ids=["sm90", "sm100"])
-def test_gradient_reads_the_same_weights_the_other_way(kernels, launches, arch, layout):
-    """dgrad is the same kernel over B as [G, k, n]; wgrad, of psum rows, one that sums over each expert's rows."""
-    w = weight().values
+def gradients_of(layout: Any, arch: Arch, w: jax.Array) -> tuple[list[str], jax.Array, jax.Array]:
+    """What is called for both gradients of 384 rows, none of them real, and the gradients."""
 
     def loss(x, w, group):
         y = gemm(GroupedRows(x, group, layout, 128), GroupedWeight(w, None, BF16, K))
@@ -143,23 +140,42 @@ def test_gradient_reads_the_same_weights_the_other_way(kernels, launches, arch, 
     args = (rows(layout, m=384).rows, w, rows(layout, m=384).group)
     run = jax.value_and_grad(loss, argnums=(0, 1))
     with target(arch):
-        sums = [f"jaxmoe_{arch.family}_bf16_k_grouped"] if layout == "psum" else []
-        assert sorted(calls(lowered(run, *args))) == sums + [f"jaxmoe_{arch.family}_bf16_m_grouped_{layout}"] * 2
         _, (dx, dw) = jax.block_until_ready(jax.jit(run)(*args))
-    by_shape = {tuple(p["u32"] for p in launch["params"][1:4]): launch for launch in launches()}
-    forward, backward = (next(v for k, v in by_shape.items() if k[1:] == shape) for shape in ((N, K), (K, N)))
-    if sums:
-        assert len(by_shape) == 3
-        gradient = by_shape[N, K, 384]
-        # dL/dy [384, N] and the rows [384, K] lie as they are; D is [E, N, K].
-        assert [p["map"][1] for p in gradient["params"][4:]] == [[N, 384], [K, 384], [K, E * N]]
-    assert [p["u32"] for p in forward["params"][2:4]] == [N, K]
-    assert [p["u32"] for p in backward["params"][2:4]] == [K, N]
-    # Neither is the weight copied: B's map runs over the caller's [E, N, K], its rows K wide.
+        return calls(lowered(run, *args)), dx, dw
+
+
+def is_zeroing(launch: dict[str, Any]) -> bool:
+    return "map" not in launch["params"][-1]
+
+
+@pytest.mark.parametrize("layout", ["psum", "contiguous", "masked"])
+@pytest.mark.parametrize("arch", [HOPPER, BLACKWELL], ids=["sm90", "sm100"])
+def test_gradient_reads_the_same_weights_the_other_way(kernels, launches, arch, layout):
+    """dgrad is the same kernel over B as [G, k, n]."""
+    w = weight().values
+    names, dx, dw = gradients_of(layout, arch, w)
+    assert names.count(f"jaxmoe_{arch.family}_bf16_m_grouped_{layout}") == 2
+    by_shape = {tuple(p["u32"] for p in one["params"][1:4]): one for one in launches() if not is_zeroing(one)}
+    assert (384, N, K) in by_shape
+    backward = by_shape[384, K, N]
+    # The weight is not copied: B's map runs over the caller's [E, N, K], its rows K wide.
     assert backward["params"][5]["map"][1] == [K, E * N] and backward["addresses"][1] == w.unsafe_buffer_pointer()
-    # No row is real: its undefined output and cotangent must not leak.
-    np.testing.assert_array_equal(np.asarray(dx.astype(jnp.float32)), 0)
-    np.testing.assert_array_equal(np.asarray(dw.astype(jnp.float32)), 0)
+    if layout != "psum":
+        # No row is real: its undefined output and cotangent must not leak.
+        np.testing.assert_array_equal(np.asarray(dx.astype(jnp.float32)), 0)
+        np.testing.assert_array_equal(np.asarray(dw.astype(jnp.float32)), 0)
+
+
+@pytest.mark.parametrize("arch", [HOPPER, BLACKWELL], ids=["sm90", "sm100"])
+def test_weight_gradient_sums_over_the_rows_of_each_expert(kernels, launches, arch):
+    """Over dL/dy [384, N] and the rows [384, K] as they lie, to [E, N, K]; what no gradient writes is zeroed behind it."""
+    names, _, _ = gradients_of("psum", arch, weight().values)
+    assert names.count(f"jaxmoe_{arch.family}_bf16_k_grouped") == 1 and len(names) == 3
+    assert [is_zeroing(one) for one in launches()] == [False, False, True, False, True]
+    found = [one for one in launches() if [p.get("u32") for p in one["params"][1:4]] == [N, K, 384]]
+    assert [p["map"][1] for p in found[0]["params"][4:]] == [[N, 384], [K, 384], [K, E * N]]
+    zeroed = [[p["u32"] for p in one["params"][2:]] for one in launches() if is_zeroing(one)]
+    assert sorted(zeroed) == [[E, 0, N, K // 8], [E, 128, 384, K // 8]]
 
 
 @pytest.mark.parametrize("layout", ["psum", "contiguous", "masked"])

@@ -23,7 +23,8 @@ from jaxmoe.cuda.deepgemm.gemm import Arch as GemmArch
 from jaxmoe.cuda.deepgemm.gemm import Dtype, Gemm, Layout, Major
 from jaxmoe.cuda.deepgemm.prenorm import Prenorm, plan_prenorm
 from jaxmoe.cuda.deepgemm.specs import plan_launch
-from jaxmoe.cuda.kernel import run_kernel
+from jaxmoe.cuda.deepgemm.zero import plan_zero_rows
+from jaxmoe.cuda.kernel import run_kernels
 from jaxmoe.cuda.launch import LaunchSpec
 from jaxmoe.cuda.source import KernelSource
 
@@ -55,8 +56,8 @@ class Call(Protocol):
         """Factors along which the GEMM is a set of independent ones."""
         ...
 
-    def plan(self, operands: Sequence[Any]) -> Planned | None:
-        """What runs over operands of these shapes; None if nothing does."""
+    def plan(self, operands: Sequence[Any]) -> list[Planned]:
+        """What runs over operands of these shapes, in order."""
         ...
 
     def results(self, operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -74,6 +75,7 @@ class GemmCall:
       alignment: rows that experts start at multiples of.
       num_sms: SMs to use at most, even; None for all.
       pdl: programmatic stream serialisation.
+      zero_rest: psum: rows of no expert come out as 0, not undefined.
     """
 
     arch: Arch
@@ -88,6 +90,7 @@ class GemmCall:
     alignment: int = 128
     num_sms: int | None = None
     pdl: bool = False
+    zero_rest: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -115,10 +118,15 @@ class GemmCall:
             expected_m=self.expected_m,
         )
 
-    def plan(self, operands: Sequence[Any]) -> Planned | None:
-        """Source and launch over operands of these shapes; see :func:`plan_launch`, also for the errors."""
+    def plan(self, operands: Sequence[Any]) -> list[Planned]:
+        """Sources and launches over operands of these shapes; see :func:`plan_launch`, also for the errors."""
+        gemm = self.gemm(operands)
         num_sms = self.arch.num_sms if self.num_sms is None else min(self.num_sms, self.arch.num_sms)
-        return plan_launch(self.gemm(operands), num_sms=num_sms, mk_alignment=self.alignment, pdl=self.pdl)
+        planned = plan_launch(gemm, num_sms=num_sms, mk_alignment=self.alignment, pdl=self.pdl)
+        if planned is None:
+            return []
+        rest = [plan_zero_rows(gemm, alignment=self.alignment)] if self.zero_rest or gemm.k_grouped else []
+        return [planned, *rest]
 
     def results(self, operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """d over operands of these shapes."""
@@ -156,10 +164,11 @@ class PrenormCall:
     factors = ("m k", "n k"), ("m n", "m")
     divisible = "m"
 
-    def plan(self, operands: Sequence[Any]) -> Planned | None:
+    def plan(self, operands: Sequence[Any]) -> list[Planned]:
         """Source and launch over x [m, k] and weight [n, k]; see :func:`plan_prenorm`, also for the errors."""
         (m, k), n = operands[0].shape, operands[1].shape[0]
-        return plan_prenorm(Prenorm(arch=GEMM_ARCH[self.arch.family], m=m, n=n, k=k))
+        planned = plan_prenorm(Prenorm(arch=GEMM_ARCH[self.arch.family], m=m, n=n, k=k))
+        return [planned] if planned else []
 
     def results(self, operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The product and the squared norms."""
@@ -192,9 +201,9 @@ def _partitioned(call: Call, *operands: Array) -> tuple[Array, ...]:
 
 def _run(call: Call, *operands: Array) -> tuple[Array, ...]:
     results, planned = call.results(operands), call.plan(operands)
-    if planned is None:
+    if not planned:
         return tuple(jnp.zeros(result.shape, result.dtype) for result in results)
-    return run_kernel(planned, operands, results)
+    return run_kernels(planned, operands, results, name=f"jaxmoe_{planned[0][1].name}")
 
 
 def _rule(call: Call, mesh: Any, arguments: Any, results: Any) -> str:

@@ -70,7 +70,8 @@ class Gemm:
     """One GEMM with static shapes. Rows of A and D are grouped by expert as ``layout`` says, B is [G, n, k].
 
     ``k_grouped`` is the weight gradient: D[g, m, n] = Σ_k A[k, m]·B[k, n] over the rows k of group g, which lie one
-    group behind the other. The kernel stores nothing for a group without rows.
+    group behind the other. The kernel leaves the result of a group without rows as it was;
+    :mod:`jaxmoe.cuda.deepgemm.zero` follows it.
 
     ============ ============ ============ ====================================================================
     layout       A and D rows ``m``        ``grouped_layout``, int32

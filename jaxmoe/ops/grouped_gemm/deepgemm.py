@@ -178,7 +178,8 @@ def _bf16_bwd(call: GemmCall, saved: Any, dy: Array) -> tuple[Array, Array, None
     zero = jnp.zeros((), jnp.bfloat16)
     rows, dy = (jnp.where(valid, a, zero) for a in (rows, dy))
     (d_rows,) = call_kernel(input_gradient(call), (dy, weight, group))
-    return jnp.where(valid, d_rows, zero), _weight_gradient(call, grouping.with_rows(rows), dy, weight), None
+    d_rows = d_rows if call.layout == "psum" else jnp.where(valid, d_rows, zero)
+    return d_rows, _weight_gradient(call, grouping.with_rows(rows), dy, weight), None
 
 
 _bf16.defvjp(_bf16_fwd, _bf16_bwd)
@@ -195,7 +196,7 @@ def _weight_gradient(call: GemmCall, rows: GroupedRows, dy: Array, weight: Array
     step = rows.alignment
     extents = lax.div(rows.group + (step - 1), step) * step - psum_starts(rows.group, step)
     (d_weight,) = call_kernel(weight_gradient(call), (dy, x, extents))
-    return jnp.where(extents[:, None, None] > 0, d_weight, jnp.zeros((), d_weight.dtype))
+    return d_weight
 
 
 def gradient_gemms(call: GemmCall, rows: Any, weight: Any, y: Any) -> list[tuple[GemmCall, tuple[Any, ...]]]:
@@ -210,8 +211,8 @@ def gradient_gemms(call: GemmCall, rows: Any, weight: Any, y: Any) -> list[tuple
 
 
 def input_gradient(call: GemmCall) -> GemmCall:
-    """The GEMM dL/dy × weight, which reads the same weights the other way."""
-    return dataclasses.replace(call, d="bf16", b_major="MN")
+    """The GEMM dL/dy × weight, which reads the same weights the other way; psum rows of no expert come out as 0."""
+    return dataclasses.replace(call, d="bf16", b_major="MN", zero_rest=call.layout == "psum")
 
 
 def weight_gradient(call: GemmCall) -> GemmCall:

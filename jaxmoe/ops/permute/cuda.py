@@ -7,19 +7,17 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-import jaxmoe.cuda
 from jaxmoe.config import Layout
 from jaxmoe.cuda import ffi, target
 from jaxmoe.cuda.kernel import run_kernel
 from jaxmoe.cuda.launch import Buffer, Integer, LaunchSpec, Pointer
-from jaxmoe.cuda.source import KernelSource
+from jaxmoe.cuda.source import KernelSource, own_kernel
 from jaxmoe.errors import BackendUnavailable
 from jaxmoe.quant.formats import ActivationQuant
 from jaxmoe.quant.scale_layout import NEUTRAL_WORD
@@ -40,12 +38,9 @@ _MOST_ROWS = 2**30  # its sums stay in 32 bits
 _MOST_EXPERTS = 8192  # 32 KB of counts, which every kernel may have
 
 
-@functools.cache
 def kernel_source(arch: str, name: Name = "group_tokens") -> KernelSource:
     """What to compile for ``arch``; one kernel serves all sizes and layouts."""
-    folder = Path(jaxmoe.cuda.__file__).parent / "kernels"
-    code = "\n".join((folder / f"{file}.cuh").read_text(encoding="utf-8") for file in _FILES[name])
-    return KernelSource(f"sm{arch[3:-1]}_{name}", arch, code)
+    return own_kernel(f"sm{arch[3:-1]}_{name}", arch, *_FILES[name])
 
 
 def _require_launcher() -> str:
