@@ -168,7 +168,7 @@ def test_gradient_reads_the_same_weights_the_other_way(kernels, launches, arch, 
 
 @pytest.mark.parametrize("arch", [HOPPER, BLACKWELL], ids=["sm90", "sm100"])
 def test_weight_gradient_sums_over_the_rows_of_each_expert(kernels, launches, arch):
-    """Over dL/dy [384, N] and the rows [384, K] as they lie, to [E, N, K]; what no gradient writes is zeroed behind it."""
+    """Over dL/dy [384, N] and the rows [384, K] as they lie, to [E, N, K]; what nothing writes is zeroed behind it."""
     names, _, _ = gradients_of("psum", arch, weight().values)
     assert names.count(f"jaxmoe_{arch.family}_bf16_k_grouped") == 1 and len(names) == 3
     assert [is_zeroing(one) for one in launches()] == [False, False, True, False, True]
