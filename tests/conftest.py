@@ -1,5 +1,7 @@
 """One strict session: 8 virtual CPU devices, strict dtype promotion, x64 off, warnings are errors.
 
+In one of several processes (:mod:`jaxmoe.testing.ranks`), one device for each.
+
 For whoever launches kernels: the FFI library of these sources and a CUDA driver that records, both built once per
 state of the sources.
 """
@@ -17,7 +19,12 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        f"--xla_force_host_platform_device_count={1 if 'JAXMOE_RANK' in os.environ else 8}",
+    ]
+)
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes may share a GPU
 
@@ -30,7 +37,9 @@ from jaxmoe.cuda import cubin_cache, ffi, jit, launch
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.errors import BackendUnavailable
 from jaxmoe.testing.program import Program
+from jaxmoe.testing.ranks import join
 
+join()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_x64", False)
 
@@ -47,19 +56,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests of GPUs run where there are enough. Of the others, only field cases and tests of ``devices`` run there."""
+    """Tests of GPUs run where there are enough. Of the others, only field cases and tests of ``devices`` run there.
+
+    In several processes, what takes as many devices as there are runs, because all take part in it or none.
+    """
     need = max([mark.args[0] for mark in item.iter_markers("multigpu")], default=0)
     need = need or int(item.get_closest_marker("gpu") is not None)
     have = jax.device_count() if jax.default_backend() == "gpu" else 0
+    want = max([mark.args[0] for mark in item.iter_markers("devices")], default=0)
     if have < need:
         pytest.skip(f"needs {need} CUDA GPUs, this machine has {have}")
     if have and not need:
-        want = max([mark.args[0] for mark in item.iter_markers("devices")], default=0)
         wanted = want or "field_cases" in item.path.parts
         if not wanted or "standin" in getattr(item, "fixturenames", ()):
             pytest.skip("a test of the CPU path; JAX_PLATFORMS=cpu runs it here, too")
-        if have < want:
-            pytest.skip(f"needs {want} devices, this machine has {have} GPUs; JAX_PLATFORMS=cpu has as many")
+    if jax.process_count() > 1 and jax.device_count() not in (want, need):
+        pytest.skip(f"does not take the {jax.device_count()} devices of all processes")
+    if jax.device_count() < want:
+        pytest.skip(f"needs {want} devices, there are {jax.device_count()}; JAX_PLATFORMS=cpu has 8 in one process")
 
 
 @pytest.fixture(autouse=True, scope="module")

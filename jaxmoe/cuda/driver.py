@@ -28,6 +28,7 @@ _U64, _INT, _SIZE = ctypes.c_uint64, ctypes.c_int, ctypes.c_size_t
 _FUNCTIONS = {
     "cuInit": (ctypes.c_uint,),
     "cuGetErrorName": (_INT, ctypes.POINTER(ctypes.c_char_p)),
+    "cuDeviceGetCount": (ctypes.POINTER(_INT),),
     "cuDeviceGet": (ctypes.POINTER(_INT), _INT),
     "cuDeviceGetAttribute": (ctypes.POINTER(_INT), _INT, _INT),
     "cuDeviceCanAccessPeer": (ctypes.POINTER(_INT), _INT, _INT),
@@ -103,6 +104,12 @@ class Driver:
         handle = _INT()
         self.call("cuDeviceGet", ctypes.byref(handle), device)
         return handle.value
+
+    def device_count(self) -> int:
+        """Devices that this process sees."""
+        count = _INT()
+        self.call("cuDeviceGetCount", ctypes.byref(count))
+        return count.value
 
     def clock_hz(self, device: int) -> int:
         """Cycles per second that the SMs reach at most."""

@@ -1,9 +1,6 @@
-"""What each process of :mod:`jaxmoe.testing.test_many_devices` runs: ``process PORT COUNT RANK``, one device each."""
+"""What each process of :mod:`jaxmoe.testing.test_many_devices` runs, with one device each."""
 
 from __future__ import annotations
-
-import os
-import sys
 
 import jax
 import numpy as np
@@ -13,14 +10,13 @@ from jaxmoe.config import Execution
 from jaxmoe.layer.pipeline import moe
 from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
 from jaxmoe.testing.layers import random_layer
+from jaxmoe.testing.ranks import join
 
 
-def main(port: str, count: int, rank: int) -> None:
+def main() -> None:
     """Compares this process's rows of a layer cut over all processes with the layer on one device."""
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, rank, local_device_ids=[rank], initialization_timeout=120)
-    assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (count, 1, count)
+    join()
+    assert jax.local_device_count() == 1 and jax.device_count() == jax.process_count() > 1
     config, params, x = random_layer(dtype="float32")
     execution, x = Execution(backend="reference"), np.asarray(x)
     want = np.asarray(jax.jit(moe, static_argnums=(2, 3))(params, x, config, execution))
@@ -34,4 +30,4 @@ def main(port: str, count: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main()

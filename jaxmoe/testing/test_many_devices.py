@@ -85,13 +85,12 @@ def test_gradients(name: str, record: Record) -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(2))])
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_processes(platform: str, record: Record) -> None:
-    """A process for each device, which exchange tokens by jax.distributed."""
-    count = 2 if platform == "cpu" else min(jax.device_count(), 8)
+    """A process for each device, or two that share a GPU, which exchange tokens by jax.distributed."""
+    count = 2 if platform == "cpu" else min(max(jax.device_count(), 2), 8)
     record("many devices", "tokens × experts", f"{count} {platform} processes", "ok")
     env = {"JAX_PLATFORMS": platform, "XLA_FLAGS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    module = ("-m", "jaxmoe.testing.process")
-    for rank in run_ranks(lambda port, rank: (*module, port, count, rank), count, env=env, seconds=SECONDS):
+    for rank in run_ranks(("-m", "jaxmoe.testing.process"), count, env=env, seconds=SECONDS):
         assert rank.code == 0 and "equal" in rank.out, rank.out + rank.err

@@ -1,6 +1,7 @@
-"""One of two processes that make an EpContext on the recording driver: ``deepep_handshake.py PORT RANK TOKENS``.
+"""One of two processes that make an EpContext on the recording driver: ``deepep_handshake.py TOKENS TOKENS``.
 
-Prints what it allocated and what its table of peers holds.
+Its tokens are the first or the second number, by its rank. Prints what it allocated and what its table of peers
+holds.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from jax.sharding import Mesh
 from jaxmoe.cuda import arch, cubin_cache, driver, ffi
 from jaxmoe.cuda.deepep.sizes import TABLE_OFFSET
 from jaxmoe.dispatch.deepep import EpContext
+from jaxmoe.testing.ranks import join
 
 
-def main(port: str, rank: int, tokens: int) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
+def main(tokens: list[int]) -> None:
+    join()
     library = ffi.Library(os.environ["JAXMOE_FFI_LIBRARY"], platform="cpu")
     ffi.library = lambda: library  # pyright: ignore[reportAttributeAccessIssue]
     arch.detect = lambda device=None: arch.Arch("sm_90a", 132)
@@ -31,7 +32,7 @@ def main(port: str, rank: int, tokens: int) -> None:
     made: dict[str, object] = {"error": None}
     first = EpContext(mesh, "d", tokens=8, hidden=256, num_experts=8, top_k=2)
     try:
-        with EpContext(mesh, "d", tokens=tokens, hidden=256, num_experts=8, top_k=2) as context:
+        with EpContext(mesh, "d", tokens=tokens[jax.process_index()], hidden=256, num_experts=8, top_k=2) as context:
             buffers = context._buffers
             assert buffers is not None
             own = {d.id: address for d, address in buffers._own.items()}
@@ -45,4 +46,4 @@ def main(port: str, rank: int, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main([int(tokens) for tokens in sys.argv[1:]])

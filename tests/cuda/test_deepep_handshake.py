@@ -18,7 +18,7 @@ def run(standin, tokens: tuple[int, int]) -> list[dict]:
         "JAXMOE_LIBCUDA": standin.driver._name,
         "JAXMOE_FFI_LIBRARY": str(standin.library.path),
     }
-    ranks = run_ranks(lambda port, rank: (SCRIPT, port, rank, tokens[rank]), 2, env=env, seconds=120)
+    ranks = run_ranks([SCRIPT, *tokens], 2, env=env, seconds=120)
     assert [rank.code for rank in ranks] == [0, 0], [rank.err[-2000:] for rank in ranks]
     return [json.loads(rank.out.splitlines()[-1]) for rank in ranks]
 

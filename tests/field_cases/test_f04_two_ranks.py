@@ -13,6 +13,7 @@ from jaxmoe.dispatch.all_to_all import AllToAll
 from jaxmoe.layer.pipeline import experts
 from jaxmoe.ops.permute import expert_counts
 from jaxmoe.testing import marker_layer
+from jaxmoe.testing.ranks import whole
 
 IDS, WEIGHTS = [[2, 2], [1, 3]], [[0.25, 0.75], [0.5, 0.5]]
 OVER = PartitionSpec("r")
@@ -34,13 +35,13 @@ def test_b_two_ranks(capacity: int | None) -> None:
     x = jnp.asarray(np.repeat([1.0, 1.0, np.nan, np.nan], 128).reshape(4, 128), jnp.float32)
     ids = jnp.asarray([*IDS, [-1, -1], [-1, -1]], jnp.int32)
     weights = jnp.asarray([*WEIGHTS, [np.nan, np.nan], [np.nan, np.nan]], jnp.float32)
-    counts, received, partial, y = jax.jit(run)(params.experts, x, ids, weights)
+    counts, received, partial, y = whole(jax.jit(run)(params.experts, x, ids, weights))
 
     assert counts.tolist() == [0, 1, 2, 1]
-    first, second = np.split(np.asarray(received), 2)
+    first, second = np.split(received, 2)
     assert first[(first >= 0).any(1)].tolist() == [[1, -1]]
     assert second[(second >= 0).any(1)].tolist() == [[0, 0], [-1, 1]]
-    first, second = np.split(np.asarray(partial)[:, 0], 2)
+    first, second = np.split(partial[:, 0], 2)
     np.testing.assert_allclose(first[first != 0], [0.73105858], rtol=1e-5)
     np.testing.assert_allclose(second[second != 0], [2.19317574, 1.46211716], rtol=1e-5)
     np.testing.assert_allclose(y[:, 0], [2.19317574, 2.19317574, 0, 0], rtol=1e-5)

@@ -15,6 +15,7 @@ from jaxmoe.layer.pipeline import moe
 from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
 from jaxmoe.router import Routing
 from jaxmoe.testing import marker_layer
+from jaxmoe.testing.ranks import whole
 
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 1), (1, 4, 1), (1, 2, 2), (1, 4, 2), (2, 2, 2)]
 ROUTING = Routing(jnp.array([[0, 1]] * 2, jnp.int32), jnp.array([[0.6, 0.4]] * 2, jnp.float32))
@@ -24,11 +25,11 @@ COTANGENT = jnp.asarray(np.random.default_rng(11).normal(size=(2, 128)), jnp.flo
 def with_gradients(layer, params, x):
     """Output, dL/dx, dL/d(shared weights)."""
 
-    def loss(x, shared):
+    def loss(x, shared, params):
         y = layer({"params": params, "shared": shared}, x)
         return jnp.sum(COTANGENT * y), y
 
-    (_, y), (dx, d_shared) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, params.shared)
+    (_, y), (dx, d_shared) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, params.shared, params)
     return y, dx, d_shared
 
 
@@ -62,10 +63,10 @@ def test_every_mesh(sizes: tuple[int, int, int], cut: bool) -> None:
     def layer(given, x):
         return moe_parallel(_with_shared(**given), x, config, layout, mesh, routing=ROUTING)
 
-    got = with_gradients(layer, shard_params(params, config, layout, mesh), x)
+    got = whole(with_gradients(layer, shard_params(params, config, layout, mesh), x))
     np.testing.assert_allclose(got[0], np.full((2, 128), 3.94771632), rtol=1e-5)
     np.testing.assert_allclose(got[0], y, rtol=1e-5)
     np.testing.assert_allclose(got[1], dx, rtol=0, atol=1e-5 * np.abs(dx).max())
-    want = shard_params(_with_shared(params, d_shared), config, layout, mesh).shared
+    want = whole(shard_params(_with_shared(params, d_shared), config, layout, mesh).shared)
     for a, b in zip(jax.tree.leaves(got[2]), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())

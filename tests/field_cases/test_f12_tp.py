@@ -13,6 +13,7 @@ from jaxmoe.errors import ShapeError
 from jaxmoe.layer.build import make_params
 from jaxmoe.layer.pipeline import experts
 from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
+from jaxmoe.testing.ranks import whole
 
 GATE, UP, DOWN = [[[1], [2], [3], [4]]], [[[10], [20], [30], [40]]], [[[1, 1, 1, 1]]]
 
@@ -30,9 +31,9 @@ def test_b_partial_sums() -> None:
     sharded = shard_params(params, config, layout, mesh)
     one, none = jnp.ones((1, 1), jnp.float32), jnp.zeros((1, 1), jnp.int32)
     for rank, want in enumerate((42.5424689, 242.853878)):
-        shard = jax.tree.map(lambda a, rank=rank: a[rank : rank + 1], sharded.experts)
+        shard = jax.tree.map(lambda a, rank=rank: jnp.asarray(a[rank : rank + 1]), whole(sharded.experts))
         np.testing.assert_allclose(experts(shard, one, none, one, config, Execution()), want, rtol=1e-5)
-    np.testing.assert_allclose(moe_parallel(sharded, one, config, layout, mesh), 285.396347, rtol=1e-5)
+    np.testing.assert_allclose(whole(moe_parallel(sharded, one, config, layout, mesh)), 285.396347, rtol=1e-5)
 
 
 @pytest.mark.devices(2)

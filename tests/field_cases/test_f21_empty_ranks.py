@@ -19,6 +19,7 @@ from jaxmoe.layer.pipeline import moe
 from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
 from jaxmoe.router import Routing
 from jaxmoe.testing import marker_layer
+from jaxmoe.testing.ranks import whole
 
 R, T = 4, 6
 SENT = np.array([[2, 0, 1, 0], [0, 0, 0, 0], [1, 3, 0, 1], [0, 1, 0, 2]])
@@ -66,12 +67,12 @@ def test_b_c_d_round_trip(mesh: Mesh, capacity: int | None) -> None:
     run = jax.jit(jax.value_and_grad(lambda x, ids: (jnp.sum(over(x, ids)[0] * 3), over(x, ids)), has_aux=True))
     for name, sent in MATRICES.items():
         x, ids = tokens(sent)
-        (_, (y, received)), dx = run(jnp.asarray(x), jnp.asarray(ids))
+        (_, (y, received)), dx = whole(run(x, ids))
         used = ids[:, 0] >= 0
-        np.testing.assert_array_equal(np.asarray(y)[used], x[used], err_msg=name)
-        np.testing.assert_array_equal(np.asarray(y)[~used], 0, err_msg=name)
+        np.testing.assert_array_equal(y[used], x[used], err_msg=name)
+        np.testing.assert_array_equal(y[~used], 0, err_msg=name)
         np.testing.assert_array_equal(dx, np.where(used[:, None], 3, np.zeros(2)), err_msg=name)
-        rows = [[int(v) for v in part[:, 0] if v >= 0] for part in np.split(np.asarray(received), R)]
+        rows = [[int(v) for v in part[:, 0] if v >= 0] for part in np.split(received, R)]
         start = [np.repeat(np.arange(R), s) for s in sent]
         want = [[100 * i + k for i in range(R) for k in np.flatnonzero(start[i] == j)] for j in range(R)]
         assert rows == want, name
@@ -109,7 +110,7 @@ def test_d_e_gradients_of_a_layer(mesh: Mesh) -> None:
     for ids in patterns:
         weights = jnp.asarray(rng.random((R * T, 2)), jnp.float32)
         args = x, weights, None if ids is None else jnp.asarray(ids)
-        want, got = one(params, *args), many(shard_params(params, config, layout, mesh), *args)
+        want, got = one(params, *args), whole(many(shard_params(params, config, layout, mesh), *args))
         for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
             scale = max(float(np.abs(b).max()), 1e-6)
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path))

@@ -16,6 +16,7 @@ from jaxmoe.dispatch.base import Dispatched
 from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
 from jaxmoe.router import Routing
 from jaxmoe.testing import marker_layer
+from jaxmoe.testing.ranks import whole
 
 VALID = np.arange(8) < 3
 
@@ -55,15 +56,15 @@ def test_a_b_c(capacity: int | None) -> None:
     for poison in (np.nan, 0.0, 7.0):
         transport = Poisoned("e", capacity, poison)
 
-        def column(experts, x, w, transport=transport):
-            given = dataclasses.replace(sharded, experts=experts)
+        def column(experts, x, w, router, transport=transport):
+            given = dataclasses.replace(sharded, experts=experts, router=router)
             routing = Routing(ids, w[:, None])
             return moe_parallel(given, x, config, layout, mesh, routing=routing, transport=transport)[:, 0].sum()
 
         run = jax.jit(jax.value_and_grad(column, argnums=(0, 1, 2)))
         x = jnp.asarray(np.where(VALID, 1.0, poison)[:, None] * np.ones(128), jnp.float32)
         for w, want, d_bias in ((np.ones(8), 3.69317574, 3.0), ([0.5, 0.25, 0.25, *[np.nan] * 5], 1.23105858, 1.0)):
-            value, grads = run(sharded.experts, x, jnp.asarray(w, jnp.float32))
+            value, grads = whole(run(sharded.experts, x, jnp.asarray(w, jnp.float32), sharded.router))
             np.testing.assert_allclose(value, want, rtol=1e-5)
             assert float(grads[0].down_bias[0, 0]) == d_bias and (np.asarray(grads[0].down_bias[1]) == 0).all()
             assert (np.asarray(grads[1])[~VALID] == 0).all() and (np.asarray(grads[2])[~VALID] == 0).all()

@@ -1,4 +1,7 @@
-"""DeepEP's kernels on GPUs: in JAX on as many ranks as there are, as ranks that share a GPU, and over processes."""
+"""DeepEP's kernels on GPUs: in JAX on as many ranks as there are, as ranks that share a GPU, and over processes.
+
+In several processes, which may share GPUs: ``python -m jaxmoe.testing.ranks 2 -m pytest tests/gpu/test_deepep_gpu.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from jaxmoe.quant.formats import BF16, FP8Block, WeightFormat
 from jaxmoe.router import Routing
 from jaxmoe.testing import calc_diff
 from jaxmoe.testing.files import load_file
-from jaxmoe.testing.ranks import Ended, run_ranks
+from jaxmoe.testing.ranks import Ended, run_ranks, spread, whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deep_ep_toolchain")]
 
@@ -38,6 +41,14 @@ VARIANTS = [(f, True) for f in FORMATS] + [("v2", False), ("v2_psum", False)]
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.multigpu(n)) for n in (1, 2, 4, 8)])
 def mesh(request: pytest.FixtureRequest) -> Mesh:
     return Mesh(np.array(jax.devices()[: request.param]), "d")
+
+
+def cut(mesh: Mesh, *arrays: np.ndarray) -> list[jax.Array]:
+    return [spread(a, mesh, P("d")) for a in arrays]
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(jnp.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +97,17 @@ def on(mesh: Mesh, body: Any) -> Any:
 @pytest.mark.parametrize(("format", "deterministic"), VARIANTS)
 def test_kernels_are_the_model(rng, mesh, model, format, deterministic, fmt, tokens):
     """To the bit: rows, scales, ids, weights in their places, and sums. Where the kernel chooses places, sums."""
-    ids = jnp.asarray(random_ids(rng, mesh.size * tokens))
-    x = jnp.asarray(rng.standard_normal((ids.shape[0], H)), jnp.bfloat16)
+    ids = random_ids(rng, mesh.size * tokens)
     # Eighths: their sums are exact, in whatever order the two programs take them.
-    weights = jnp.asarray(rng.integers(1, 9, ids.shape) / 8, jnp.float32)
+    weights = np.float32(rng.integers(1, 9, ids.shape) / 8)
+    args = cut(mesh, normal(rng, ids.shape[0], H), ids, weights)
     most = tokens + 7 * (tokens == 128)
     sizes = {"tokens": most, "hidden": H, "num_experts": E, "top_k": K, "weights": fmt}
     stand = model.ModelContext("d", mesh.size, alignment=128, **sizes)
     with context_of(mesh, most, weights=fmt) as context:
         run = on(mesh, rooms(DeepEP(context, format, deterministic)))
-        got = [jax.device_get(run(x, ids, weights)) for _ in range(2)][1]
-    want = jax.device_get(on(mesh, rooms(DeepEP(stand, format, deterministic)))(x, ids, weights))
+        got = [whole(run(*args)) for _ in range(2)][1]
+    want = whole(on(mesh, rooms(DeepEP(stand, format, deterministic)))(*args))
     for name in got if deterministic else ("back",):
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
@@ -128,12 +139,13 @@ def test_layer_equals_all_to_all(rng, mesh, format, fmt, tokens):
     fused = format != "ll"
     config, params = layer(rng, fmt, fused)
     sharded = shard_params(params, config, LAYOUT, mesh)
-    x = jnp.asarray(rng.standard_normal((mesh.size * tokens, H)), jnp.bfloat16)
-    valid = jnp.asarray(rng.random(x.shape[0]) < 0.9)
-    x = jnp.where(valid[:, None], x, jnp.nan)
-    want = np.float32(moe_parallel(sharded, x, config, LAYOUT, mesh, valid=valid))
+    valid = rng.random(mesh.size * tokens) < 0.9
+    x = np.where(valid[:, None], normal(rng, valid.size, H), np.nan).astype(jnp.bfloat16)
+    x, valid = cut(mesh, x, valid)
+    want = np.float32(whole(moe_parallel(sharded, x, config, LAYOUT, mesh, valid=valid)))
     with context_of(mesh, max(tokens, 1), weights=fmt, top_k=K + fused, replicated=int(fused)) as context:
-        got = np.float32(moe_parallel(sharded, x, config, LAYOUT, mesh, valid=valid, transport=DeepEP(context, format)))
+        y = moe_parallel(sharded, x, config, LAYOUT, mesh, valid=valid, transport=DeepEP(context, format))
+        got = np.float32(whole(y))
     assert got.shape == want.shape and np.isfinite(got).all()
     assert not tokens or calc_diff(got, want) < 1e-4
 
@@ -141,8 +153,8 @@ def test_layer_equals_all_to_all(rng, mesh, format, fmt, tokens):
 def test_a_thousand_times_under_scan(rng, mesh):
     """Every step gives the bits of the first, with two contexts in turn."""
     tokens, steps = 64, 500
-    ids, weights = jnp.asarray(random_ids(rng, mesh.size * tokens)), jnp.ones((mesh.size * tokens, K))
-    x = jnp.asarray(rng.standard_normal((ids.shape[0], H)), jnp.bfloat16)
+    rows = mesh.size * tokens
+    args = cut(mesh, normal(rng, rows, H), random_ids(rng, rows), np.ones((rows, K), np.float32))
     with context_of(mesh, tokens) as one, context_of(mesh, tokens + 8, weights=FP8Block) as two:
         steps_of = [rooms(DeepEP(one, "v2", False)), rooms(DeepEP(two, "v2_psum", False))]
 
@@ -161,7 +173,7 @@ def test_a_thousand_times_under_scan(rng, mesh):
             start = 0 * jnp.sum(ids)
             return jax.lax.scan(step, start, jnp.arange(steps))[0][None], first[0]
 
-        wrong, first = jax.device_get(on(mesh, body)(x, ids, weights))
+        wrong, first = whole(on(mesh, body)(*args))
     assert not wrong.any() and np.abs(first).max() > 1
 
 
@@ -169,26 +181,25 @@ def test_independent_exchanges_of_one_context(rng, mesh):
     """Two branches that share nothing but the buffer, beside each other in one program."""
     config, params = layer(rng, BF16)
     sharded = shard_params(params, config, LAYOUT, mesh)
-    a, b = (jnp.asarray(rng.standard_normal((mesh.size * 96, H)), jnp.bfloat16) for _ in range(2))
+    a, b = cut(mesh, *(normal(rng, mesh.size * 96, H) for _ in range(2)))
     with context_of(mesh, 96) as context:
         transport = DeepEP(context)
 
         @jax.jit
-        def both(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+        def both(sharded: Any, a: jax.Array, b: jax.Array) -> list[jax.Array]:
             return [moe_parallel(sharded, x, config, LAYOUT, mesh, transport=transport) for x in (a, b)]
 
         for _ in range(5):
-            got = both(a, b)
+            got = both(sharded, a, b)
         want = [moe_parallel(sharded, x, config, LAYOUT, mesh, transport=transport) for x in (a, b)]
         for g, w in zip(got, want, strict=True):
-            np.testing.assert_array_equal(np.float32(g), np.float32(w))
+            np.testing.assert_array_equal(whole(g), whole(w))
 
 
 def test_command_buffers_change_nothing(rng, mesh):
     """Two exchanges, in a program long enough to be recorded; run more often than XLA needs to replay it."""
-    ids = jnp.asarray(random_ids(rng, mesh.size * 64))
-    x = jnp.asarray(rng.standard_normal((ids.shape[0], H)), jnp.bfloat16)
-    weights = jnp.asarray(rng.integers(1, 9, ids.shape) / 8, jnp.float32)
+    ids = random_ids(rng, mesh.size * 64)
+    args = cut(mesh, normal(rng, ids.shape[0], H), ids, np.float32(rng.integers(1, 9, ids.shape) / 8))
 
     def both(transport: DeepEP):
         def body(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
@@ -198,26 +209,27 @@ def test_command_buffers_change_nothing(rng, mesh):
         return on(mesh, body)
 
     with context_of(mesh, 64) as plain, context_of(mesh, 64, command_buffers=True) as recorded:
-        want = np.asarray(both(DeepEP(plain))(x, ids, weights))
+        want = whole(both(DeepEP(plain))(*args))
         run = both(DeepEP(recorded))
         for _ in range(5):
-            np.testing.assert_array_equal(np.asarray(run(x, ids, weights)), want)
+            np.testing.assert_array_equal(whole(run(*args)), want)
 
 
 @pytest.mark.parametrize(("format", "deterministic"), [("v2", True), ("v2_psum", True), ("v2_psum", False)])
 def test_gradients_equal_those_of_all_to_all(rng, mesh, format, deterministic):
     config, params = layer(rng, BF16)
     sharded = shard_params(params, config, LAYOUT, mesh)
-    ids = jnp.asarray(random_ids(rng, mesh.size * 128))
-    x, c = (jnp.asarray(rng.standard_normal((ids.shape[0], H)), jnp.bfloat16) for _ in range(2))
-    weights = jnp.asarray(rng.random(ids.shape), jnp.float32)
+    ids = random_ids(rng, mesh.size * 128)
+    x, c = (normal(rng, ids.shape[0], H) for _ in range(2))
+    args = cut(mesh, x, np.float32(rng.random(ids.shape)), ids, c)
 
     def gradient(transport: Any) -> list[np.ndarray]:
-        def loss(params: Any, x: jax.Array, weights: jax.Array) -> jax.Array:
+        def loss(params: Any, x: jax.Array, weights: jax.Array, ids: jax.Array, c: jax.Array) -> jax.Array:
             y = moe_parallel(params, x, config, LAYOUT, mesh, routing=Routing(ids, weights), transport=transport)
             return jnp.sum((c * y).astype(jnp.float32))
 
-        return [np.float32(g) for g in jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2)))(sharded, x, weights))]
+        found = jax.jit(jax.grad(loss, (0, 1, 2)))(sharded, *args)
+        return [np.float32(whole(g)) for g in jax.tree.leaves(found)]
 
     with context_of(mesh, 128) as context:
         got = gradient(DeepEP(context, format, deterministic))
@@ -228,6 +240,8 @@ def test_gradients_equal_those_of_all_to_all(rng, mesh, format, deterministic):
 
 
 def test_close_gives_memory_back_and_programs_say_so(rng, mesh):
+    if jax.process_count() > 1:
+        pytest.skip("processes share the memory of a GPU")
     ordinal = mesh.devices.flat[0].local_hardware_id
     context = context_of(mesh, 2048)
     args = (jnp.ones((mesh.size * 8, H), jnp.bfloat16), jnp.zeros((mesh.size * 8, K), jnp.int32))
@@ -247,24 +261,25 @@ def test_ranks_that_share_a_gpu() -> None:
         virtual.check(case, virtual.load_model())
 
 
-def processes(count: int, mode: str, seconds: int) -> list[Ended]:
-    env = {
-        "JAXMOE_TEST_GPUS": str(len(jax.devices())),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-    }
-    script = HERE / "deepep_processes.py"
-    return run_ranks(lambda port, rank: (script, port, rank, count, mode), count, env=env, seconds=seconds)
+def processes(arguments: list[object], count: int, seconds: int) -> list[Ended]:
+    """What processes said that run a program of this repository; those that share a GPU take turns."""
+    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
+    return run_ranks(arguments, count, env=env, seconds=seconds)
+
+
+SOME = "v2_psum-True-fmt1-128] or all_to_all and fmt0-v2-128 or all_to_all and fmt1-ll-128 or gradients and v2-True"
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_processes_give_what_one_device_gives(count: int) -> None:
-    """Through handles of the driver; several processes on a GPU take turns."""
-    for rank in processes(count, "layer", 150):
-        assert rank.code == 0 and "equal 3" in rank.out, rank.out[-2000:] + rank.err[-4000:]
+def test_processes_pass_the_same_tests(count: int) -> None:
+    """Some of the above, through handles of the driver and XLA's collectives between processes."""
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-k", SOME]
+    for rank in processes(["-m", "pytest", __file__, *options], count, 280):
+        assert rank.code == 0 and "4 passed" in rank.out, rank.out[-4000:] + rank.err[-2000:]
 
 
 def test_a_rank_that_never_arrives_ends_in_an_error() -> None:
-    first, _ = processes(2, "absent", 90)
+    first, _ = processes([HERE / "absent_rank.py"], 2, 150)
     text = first.out + first.err
     assert "EpContext over 'd'" in text and "did not arrive within 3 s" in text, text[-4000:]

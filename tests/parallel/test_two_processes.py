@@ -17,5 +17,5 @@ def test_two_processes_give_what_one_gives():
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "PYTHONPATH": str(SCRIPT.parents[2]),
     }
-    for rank in run_ranks(lambda port, rank: (SCRIPT, port, rank), 2, env=env, seconds=SECONDS):
+    for rank in run_ranks([SCRIPT], 2, env=env, seconds=SECONDS):
         assert rank.code == 0 and "equal 7" in rank.out, rank.out + rank.err

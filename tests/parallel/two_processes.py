@@ -1,8 +1,6 @@
-"""What each of two processes runs: ``two_processes.py PORT RANK``; says "equal" if all is as in one process."""
+"""What each of two processes runs; says "equal" if all is as in one process."""
 
 from __future__ import annotations
-
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +11,13 @@ from jaxmoe.config import MoEConfig, RouterConfig, SharedExperts
 from jaxmoe.layer.build import make_params
 from jaxmoe.layer.pipeline import moe
 from jaxmoe.parallel import ParallelLayout, moe_parallel, shard_params
+from jaxmoe.testing.ranks import join
 
 E, H, INTER, T = 8, 24, 16, 12
 
 
-def main(port: str, rank: int) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=120)
+def main() -> None:
+    join()
     assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 2, 4)
 
     rng = np.random.default_rng(5)
@@ -62,4 +60,4 @@ def main(port: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main()

@@ -1,4 +1,7 @@
-"""A short training run on two devices is that on one: losses, parameters, selection bias, loads."""
+"""A short training run on two devices is that on one: losses, parameters, selection bias, loads.
+
+Over two processes, which may share a GPU: ``python -m jaxmoe.testing.ranks 2 -m pytest tests/training``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
@@ -18,6 +21,7 @@ from jaxmoe.balance import load_balancing_loss, router_z_loss, update_correction
 from jaxmoe.nn import MoE
 from jaxmoe.parallel import AllToAll, DeepEP, EpContext, ParallelLayout, moe_parallel, shard_params
 from jaxmoe.router import router_logits
+from jaxmoe.testing.ranks import spread, whole
 
 B, S, H, WIDTH, E, K = 4, 6, 128, 64, 4, 2
 STEPS, RATE = 6, 2.0
@@ -41,10 +45,10 @@ def train(layout=None, mesh=None, execution=None, *, dtype=jnp.float32, transpor
     x = jax.random.normal(jax.random.key(2), (B, S, H), dtype)
     target = jnp.sin(2 * jnp.roll(x.astype(jnp.float32), 1, axis=-1))
     if mesh is not None:
-        x, target = jax.device_put((x, target), NamedSharding(mesh, layout.tokens))
+        x, target = (spread(np.asarray(a), mesh, layout.tokens) for a in (x, target))
 
     @nnx.jit
-    def step(layer):
+    def step(layer, x, target):
         def loss(layer):
             config = layer.config.router
             logits = router_logits(layer.params.router, x)
@@ -62,7 +66,7 @@ def train(layout=None, mesh=None, execution=None, *, dtype=jnp.float32, transpor
         bias[...] = update_correction_bias(bias[...], load, 0.01)
         return value, load
 
-    steps = [step(layer) for _ in range(STEPS)]
+    steps = [step(layer, x, target) for _ in range(STEPS)]
     return [float(v) for v, _ in steps], np.stack([load for _, load in steps]), layer.params
 
 
@@ -75,7 +79,7 @@ def compare(found, want, *, losses, parameters, choices=0):
     np.testing.assert_allclose(found[0], want[0], rtol=losses)
     assert np.abs(found[1] - want[1]).max() <= choices
     for (path, got), like in zip(jax.tree.leaves_with_path(found[2]), jax.tree.leaves(want[2]), strict=True):
-        got, like = np.float32(got), np.float32(like)
+        got, like = np.float32(whole(got)), np.float32(like)
         np.testing.assert_allclose(
             got, like, rtol=0, atol=parameters * np.abs(like).max(), err_msg=jax.tree_util.keystr(path)
         )
@@ -107,7 +111,9 @@ def test_expert_parallel_over_deepep(format):
     execution = Execution(backend="deepgemm")
     want = train(execution=execution, dtype=jnp.bfloat16)
     mesh = two_devices()
-    with EpContext(mesh, "d", tokens=B * S // 2, hidden=H, num_experts=E, top_k=K, timeout_seconds=10) as context:
+    with EpContext(
+        mesh, "d", tokens=B * S // mesh.size, hidden=H, num_experts=E, top_k=K, timeout_seconds=10
+    ) as context:
         found = train(EXPERTS, mesh, execution, dtype=jnp.bfloat16, transport=DeepEP(context, format))
     compare(found, want, losses=5e-3, parameters=2e-2, choices=1)
 
