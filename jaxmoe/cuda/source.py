@@ -30,5 +30,9 @@ class KernelSource:
 @functools.cache
 def own_kernel(name: str, arch: str, *files: str) -> KernelSource:
     """One of ``jaxmoe/cuda/kernels``, made of ``files`` in order; it serves all sizes."""
-    folder = Path(__file__).parent / "kernels"
-    return KernelSource(name, arch, "\n".join((folder / f"{f}.cuh").read_text(encoding="utf-8") for f in files))
+    return KernelSource(name, arch, "\n".join(map(own_code, files)))
+
+
+def own_code(file: str) -> str:
+    """A file of ``jaxmoe/cuda/kernels``."""
+    return (Path(__file__).parent / "kernels" / f"{file}.cuh").read_text(encoding="utf-8")

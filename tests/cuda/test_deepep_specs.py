@@ -112,12 +112,26 @@ def test_combine_tells_a_barrier_of_the_bytes_before_they_are_fetched(deep_ep_to
     assert asked == ["mbarrier_arrive_and_set_tx", "tma_load_1d", "mbarrier_wait_and_flip_phase"] * 2
 
 
+def test_gather_is_one_block_of_a_launch_that_any_other_may_run_beside():
+    s = sizes(8)
+    call = specs.gather("sm_90a", s, 3, 101)
+    ((source, spec),) = call.launches
+    assert (spec.grid, spec.block, spec.cooperative, spec.dynamic_smem) == ((1, 1, 1), (1024, 1, 1), False, 0)
+    assert call.results["all_ids"].shape == (8, 101, 8) and spec.params[2] == Integer(101 * 8)
+    assert "jaxmoe_gather_ids<8, 200000000000ll>" in source.code and source.package == "deep_ep"
+    # what all ranks send fits into the place of the records
+    assert 4 * s.received * s.top_k <= s.data_bytes(ROW)
+    with pytest.raises(ShapeError, match="4097 tokens per rank"):
+        specs.gather("sm_90a", s, 1, 4097)
+
+
 def calls(arch: str, ranks: int, wire: Wire) -> list[specs.Call]:
     s = sizes(ranks, tokens=512, num_sms=24)
     found = [
         specs.dispatch(arch, s, wire, 1, 7, mode=mode, expand=expand) for mode in MODES for expand in (False, True)
     ]
-    return found + [specs.combine(arch, s, 1, 7, expand=expand) for expand in (False, True)]
+    found += [specs.combine(arch, s, 1, 7, expand=expand) for expand in (False, True)]
+    return [*found, specs.gather(arch, s, 1, 7)]
 
 
 def parameter_bytes(cubin: bytes) -> list[int]:
@@ -144,7 +158,7 @@ def check_parameters(call: specs.Call, cubins: dict) -> None:
     """What the launch passes has the sizes that the compiled kernel takes."""
     for source, spec in call.launches:
         (name,) = jit.kernel_names(cubins[source])
-        assert source.code.split("/")[-1].split(".cuh")[0] + "_impl" in name
+        assert re.findall(r"\(void\)&(\w+)<", source.code)[0] in name
         passed = []
         for param in spec.params:
             if isinstance(param, Struct):
@@ -160,10 +174,11 @@ def test_one_of_each_kernel_compiles(deep_ep_toolchain):
     pair = (
         specs.dispatch("sm_90a", s, FP8, 1, 7, mode="given", expand=False),
         specs.combine("sm_90a", s, 1, 7, expand=True),
+        specs.gather("sm_90a", s, 1, 7),
     )
     sources = [source for call in pair for source, _ in call.launches]
     cubins = dict(jit.compile_many(sources, toolchain=deep_ep_toolchain))
-    assert len(cubins) == 4
+    assert len(cubins) == 5
     for call in pair:
         check_parameters(call, cubins)
 

@@ -56,6 +56,9 @@ class ModelCalls:
             out["slots"] = slots[me]
         return out
 
+    def gather(self, ids: Array) -> Array:
+        return lax.all_gather(ids, self.axis)
+
     def combine(self, arrays: dict[str, Array], *, expand: bool) -> dict[str, Array]:
         s, me = self.sizes, lax.axis_index(self.axis)
         assert arrays["rows"].shape == ((s.expanded if expand else s.received), combine_width(s.hidden))

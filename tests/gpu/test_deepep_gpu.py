@@ -268,18 +268,21 @@ def processes(arguments: list[object], count: int, seconds: int) -> list[Ended]:
     return run_ranks(arguments, count, env=env, seconds=seconds)
 
 
-SOME = "v2_psum-True-fmt1-128] or all_to_all and fmt0-v2-128 or all_to_all and fmt1-ll-128 or gradients and v2-True"
+SOME = ("R-v2_psum-True-jaxmoe.FP8Block-128", "R-jaxmoe.BF16-v2-128", "R-jaxmoe.FP8Block-ll-128", "R-v2-True]")
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_pass_the_same_tests(count: int) -> None:
     """Some of the above, through handles of the driver and XLA's collectives between processes."""
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-k", SOME]
+    some = " or ".join(SOME).replace("R", str(count))
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-k", some]
     for rank in processes(["-m", "pytest", __file__, *options], count, 280):
         assert rank.code == 0 and "4 passed" in rank.out, rank.out[-4000:] + rank.err[-2000:]
 
 
-def test_a_rank_that_never_arrives_ends_in_an_error() -> None:
-    first, _ = processes([HERE / "absent_rank.py"], 2, 150)
+@pytest.mark.parametrize("format", ["v2", "v2_psum"])
+def test_a_rank_that_never_arrives_ends_in_an_error(format: str) -> None:
+    """Also where places follow from all ranks' ids, which are gathered first."""
+    first, _ = processes([HERE / "absent_rank.py", format], 2, 150)
     text = first.out + first.err
     assert "EpContext over 'd'" in text and "did not arrive within 3 s" in text, text[-4000:]

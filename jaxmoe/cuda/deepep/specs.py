@@ -29,8 +29,8 @@ counts      int32 [El], real rows per expert
 slots       as above, chosen by the kernel in no particular order
 =========== ================================================================================================
 
-``combine`` takes rows [R·M or expanded, H] bf16, weights or None, metadata, ranks and ids, and gives y [T, H] bf16, and
-weights f32 [T, K] if it was given any: what each rank had for its experts.
+``gather`` gives every rank all ranks' ids. ``combine`` takes rows [R·M or expanded, H] bf16, weights or None, metadata,
+ranks and ids, and gives y [T, H] bf16, and weights f32 [T, K] if it was given any: what each rank had for its experts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.cuda.deepep.sizes import NOTIFY_WARPS, SMEM, Sizes, Wire, combine_width, result_shapes
-from jaxmoe.cuda.deepep.template import combine_source, copy_source, dispatch_source, reduce_source
+from jaxmoe.cuda.deepep.template import combine_source, copy_source, dispatch_source, gather_source, reduce_source
 from jaxmoe.cuda.launch import Buffer, Integer, LaunchSpec, Param, PeerField, Pointer, Struct
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.errors import ShapeError
@@ -188,6 +188,31 @@ def combine(arch: str, s: Sizes, context: int, tokens: int, *, expand: bool, wei
         _epilogue(reduce_source(arch, s, expand=expand), s, s.reduce_warps, add_up),
     )
     return Call("jaxmoe_deepep_combine", arguments, results, launches)
+
+
+def gather(arch: str, s: Sizes, context: int, tokens: int) -> Call:
+    """All ranks' ids, int32 [R, T, K], from this rank's, [T, K].
+
+    Raises:
+      ShapeError: more tokens than the buffer holds.
+    """
+    _check_tokens(s, tokens)
+    count = tokens * s.top_k
+    results = {"all_ids": jax.ShapeDtypeStruct((s.ranks, tokens, s.top_k), jnp.int32)}
+    at = _Places(("ids",), tuple(results))
+    params = (
+        at("ids", 4 * count),
+        at("all_ids", 4 * s.ranks * count),
+        Integer(count),
+        _comm(s, context),
+        PeerField(context, "window"),
+        PeerField(context, "base"),
+        PeerField(context, "workspace"),
+        PeerField(context, "rank"),
+    )
+    source = gather_source(arch, s)
+    spec = LaunchSpec(source.name, source.name, (1, 1, 1), (1024, 1, 1), 0, params)
+    return Call("jaxmoe_deepep_gather", ("ids",), results, ((source, spec),))
 
 
 class _Places:

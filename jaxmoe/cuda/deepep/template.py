@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxmoe.cuda.deepep.sizes import NOTIFY_WARPS, Sizes, Wire, combine_width
-from jaxmoe.cuda.source import KernelSource
+from jaxmoe.cuda.source import KernelSource, own_code
 
 _QUEUE_PAIRS = 1  # of the network interface, which is never used
 _CHANNELS = _SCALEOUT_RANKS = 1
@@ -40,11 +40,21 @@ def reduce_source(arch: str, s: Sizes, *, expand: bool) -> KernelSource:
     return _source("combine_reduce_epilogue", arch, s, (expand, _REDUCE_AT_SENDER, *launch, *sizes))
 
 
+def gather_source(arch: str, s: Sizes) -> KernelSource:
+    """Gives every rank all ranks' ids; our own."""
+    instance = f"jaxmoe_gather_ids<{_shown((s.ranks, s.timeout_cycles))}>"
+    return _kernel("gather_ids", arch, s, own_code("gather_ids"), instance)
+
+
 def _source(header: str, arch: str, s: Sizes, args: tuple[int | bool, ...]) -> KernelSource:
-    shown = ", ".join(str(a).lower() if isinstance(a, bool) else f"{a}ll" if a >= 2**31 else str(a) for a in args)
-    code = (
-        f"#include <deep_ep/impls/{header}.cuh>\n"
-        "using namespace deep_ep::elastic;\n"
-        f"void jaxmoe_instantiate() {{ (void)&{header}_impl<{shown}>; }}\n"
-    )
-    return KernelSource(name=f"deepep_{header}_r{s.ranks}_m{s.tokens}", arch=arch, code=code, package="deep_ep")
+    code = f"#include <deep_ep/impls/{header}.cuh>\nusing namespace deep_ep::elastic;\n"
+    return _kernel(header, arch, s, code, f"{header}_impl<{_shown(args)}>")
+
+
+def _shown(args: tuple[int | bool, ...]) -> str:
+    return ", ".join(str(a).lower() if isinstance(a, bool) else f"{a}ll" if a >= 2**31 else str(a) for a in args)
+
+
+def _kernel(what: str, arch: str, s: Sizes, code: str, instance: str) -> KernelSource:
+    code += f"void jaxmoe_instantiate() {{ (void)&{instance}; }}\n"
+    return KernelSource(name=f"deepep_{what}_r{s.ranks}_m{s.tokens}", arch=arch, code=code, package="deep_ep")

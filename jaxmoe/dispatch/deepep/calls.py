@@ -42,6 +42,11 @@ class Calls:
         """:func:`jaxmoe.cuda.deepep.specs.combine` on arrays by name."""
         return self._run(self.plan_combine(arrays["ids"].shape[0], expand=expand, weights="weights" in arrays), arrays)
 
+    def gather(self, ids: Array) -> Array:
+        """All ranks' ids, int32 [R, T, K], from this rank's, [T, K]."""
+        call = specs.gather(self.arch, self.sizes, self.context, ids.shape[0])
+        return self._run(call, {"ids": ids})["all_ids"]
+
     def plan_dispatch(self, wire: Wire, tokens: int, **options: Any) -> specs.Call:
         """What :meth:`dispatch` runs."""
         return specs.dispatch(self.arch, self.sizes, wire, self.context, tokens, **options)

@@ -115,7 +115,7 @@ class DeepEP:
         _check(x, ids, c)
         x, ids, weights, me = vary_together(x, ids, weights, lax.axis_index(c.axis))
         if debugging():  # on all ranks' ids: one rank that stopped by itself would leave the others waiting
-            ids = guarded(ids, _check_ids(num_experts + c.replicated), lax.all_gather(ids, c.axis))
+            ids = guarded(ids, _check_ids(num_experts + c.replicated), c.calls.gather(ids))
         tokens, even = x.shape[0], x.shape[0] * s.top_k
         if not tokens:  # every rank takes part, also one without tokens
             x, ids, weights = (
@@ -156,7 +156,7 @@ class DeepEP:
         if self.deterministic:
             places["slots"] = formats.slots_of(ids, s, me)
             if self._expand:
-                places |= formats.expanded_places(lax.all_gather(ids, c.axis), s, me)
+                places |= formats.expanded_places(c.calls.gather(ids), s, me)
                 ends = places.pop("ends")
         out = send(self._exchange, _widen(x, c.wire.width), weights, scales, places)
         return out | {"ends": out["ends"][:-1] if ends is None else ends}
