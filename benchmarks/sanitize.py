@@ -1,7 +1,7 @@
 """Small shapes of every Hopper kernel but DeepEP's, to be run under compute-sanitizer, without XLA on the GPU:
 
 compute-sanitizer --tool memcheck  python -m benchmarks.sanitize
-compute-sanitizer --tool racecheck python -m benchmarks.sanitize [BF16 | FP8Block | rows ...]
+compute-sanitizer --tool racecheck python -m benchmarks.sanitize [BF16 | FP8Block | gradients | rows ...]
 
 Every result is compared with the reference's on the CPU. DeepEP's kernels run the same way by
 ``JAX_PLATFORMS=cpu python tests/gpu/virtual_ranks.py --ranks 1``.
@@ -31,7 +31,7 @@ from jaxmoe.cuda.launch import LaunchSpec
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.ops.dense_gemm import dense_gemm
 from jaxmoe.ops.grouped_gemm import grouped_gemm
-from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call
+from jaxmoe.ops.grouped_gemm.deepgemm import gemm_call, input_gradient, weight_gradient
 from jaxmoe.ops.permute import group_tokens, permute
 from jaxmoe.ops.permute.cuda import choose_tiles, plan_copies, plan_places
 from jaxmoe.ops.quantize import quantize
@@ -47,11 +47,12 @@ LAYOUTS: tuple[Layout, ...] = ("psum", "contiguous", "masked")
 
 
 def launch(
-    planned: tuple[KernelSource, LaunchSpec], arguments: Sequence[Any], results: Sequence[Any]
+    planned: Sequence[tuple[KernelSource, LaunchSpec]], arguments: Sequence[Any], results: Sequence[Any]
 ) -> list[np.ndarray]:
-    """Runs it on device 0; its results, in the shapes and dtypes of those given."""
-    (source, spec), cuda, library = planned, driver(), ffi.library()
-    spec = dataclasses.replace(spec, cubin=cubin_cache.ensure([source])[source])
+    """Runs them on device 0 as one call; its results, in the shapes and dtypes of those given."""
+    cuda, library = driver(), ffi.library()
+    keys = cubin_cache.ensure([source for source, _ in planned])
+    specs = [dataclasses.replace(spec, cubin=keys[source]) for source, spec in planned]
     library.set_cubin_directory(cubin_cache.directory())
 
     def put(array: np.ndarray) -> tuple[int, int]:
@@ -60,9 +61,9 @@ def launch(
         return address, array.nbytes
 
     given = [put(np.asarray(a)) for a in arguments]
-    made = [put(np.zeros(r.shape, r.dtype)) for r in results]
+    made = [put(np.ones(r.shape, r.dtype)) for r in results]
     with cuda.current(0):
-        program = Program(library, [spec])
+        program = Program(library, specs)
         program.prepare(0)
         program.launch(given, made)
     cuda.synchronize(0)
@@ -74,8 +75,7 @@ def launch(
 
 def check_gemm(what: str, call: GemmCall, operands: list[jax.Array], want: jax.Array, real: Any) -> None:
     """One GEMM; ``real`` are the rows that count."""
-    (planned,) = call.plan(operands)
-    (got,) = launch(planned, operands, call.results(operands))
+    (got,) = launch(call.plan(operands), operands, call.results(operands))
     got, expected = (a.reshape(-1, a.shape[-1])[real].astype(np.float32) for a in (got, np.asarray(want)))
     difference = float(calc_diff(got, expected))
     print(f"{what}: differs by {difference:.1e}", flush=True)
@@ -104,6 +104,25 @@ def check_gemms(fmt: WeightFormat) -> None:
             check_gemm(f"{fmt.name} dense to {jnp.dtype(dtype)}", call, operands, want, slice(None))
 
 
+def check_gradients() -> None:
+    """Of bf16 experts, psum: by the rows, 0 where no expert has one, and by the weights, 0 for experts without rows."""
+    n, k = 192, 512
+    tight = [
+        jax.random.normal(jax.random.key(i), (int(COUNTS.sum()), width), jnp.bfloat16) for i, width in ((4, n), (5, k))
+    ]
+    dy, rows = (make_rows(a, COUNTS, "psum", BF16) for a in tight)
+    weight = jax.random.normal(jax.random.key(6), (len(COUNTS), n, k), jnp.bfloat16)
+    call = gemm_call(BF16, "psum", ARCH)
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return grouped_gemm(rows.with_rows(x), GroupedWeight(w, None, BF16, k), backend="reference")
+
+    want_rows, want_weight = jax.vjp(product, rows.values, weight)[1](dy.values)
+    extents = jnp.asarray(-(-COUNTS // 128) * 128)
+    check_gemm("by the rows", input_gradient(call), [dy.values, weight, dy.group], want_rows, slice(None))
+    check_gemm("by the weights", weight_gradient(call), [dy.values, rows.values, extents], want_weight, slice(None))
+
+
 def check_rows() -> None:
     """Places of choices, and quantised rows with their scales."""
     experts, alignment = 8, 128
@@ -114,13 +133,13 @@ def check_rows() -> None:
         rows = made.source.size
         planned = plan_places(ARCH.name, ids.shape, experts, layout=layout, alignment=alignment, num_rows=rows)
         wanted = [np.asarray(a) for a in (made.group, made.slots, made.source.reshape(-1))]
-        for got, want in zip(launch(planned, [ids], wanted), wanted, strict=True):
+        for got, want in zip(launch([planned], [ids], wanted), wanted, strict=True):
             np.testing.assert_array_equal(got, want)
         want = permute(x, made, backend="reference").rows
         assert isinstance(want, QuantizedRows)
         tiles = choose_tiles(x.values.shape, x.scales.shape, ids.shape[1], made.row_shape)
         planned = plan_copies(ARCH.name, ids.shape, 512, x.scales.shape, made.row_shape, x.quant, tiles)
-        values, scales = launch(planned, [x.values, x.scales, *wanted[1:]], jax.tree.leaves(want))
+        values, scales = launch([planned], [x.values, x.scales, *wanted[1:]], jax.tree.leaves(want))
         real = wanted[2] >= 0
         for got, expected in ((values, want.values), (scales, want.scales)):
             got, expected = (np.asarray(a).view(np.uint8) for a in (got, expected))
@@ -132,7 +151,8 @@ def check_rows() -> None:
 def main() -> None:
     """Runs what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    runs = {BF16.name: lambda: check_gemms(BF16), FP8Block.name: lambda: check_gemms(FP8Block), "rows": check_rows}
+    runs = {BF16.name: lambda: check_gemms(BF16), FP8Block.name: lambda: check_gemms(FP8Block)}
+    runs |= {"gradients": check_gradients, "rows": check_rows}
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(runs)}; all if none is given")
     names = parser.parse_args().names or list(runs)
     for name in names:
