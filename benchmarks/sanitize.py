@@ -26,6 +26,7 @@ from jaxmoe.config import Layout
 from jaxmoe.cuda import cubin_cache, ffi
 from jaxmoe.cuda.arch import Arch
 from jaxmoe.cuda.deepgemm.call import GemmCall
+from jaxmoe.cuda.deepgemm.zero import plan_between
 from jaxmoe.cuda.driver import driver
 from jaxmoe.cuda.launch import LaunchSpec
 from jaxmoe.cuda.source import KernelSource
@@ -105,7 +106,7 @@ def check_gemms(fmt: WeightFormat) -> None:
 
 
 def check_gradients() -> None:
-    """Of bf16 experts, psum: by the rows, 0 where no expert has one, and by the weights, 0 for experts without rows."""
+    """Of bf16 experts, psum: by the rows, by the weights, 0 for experts without rows; and rows of no expert made 0."""
     n, k = 192, 512
     tight = [
         jax.random.normal(jax.random.key(i), (int(COUNTS.sum()), width), jnp.bfloat16) for i, width in ((4, n), (5, k))
@@ -118,8 +119,12 @@ def check_gradients() -> None:
         return grouped_gemm(rows.with_rows(x), GroupedWeight(w, None, BF16, k), backend="reference")
 
     want_rows, want_weight = jax.vjp(product, rows.values, weight)[1](dy.values)
-    extents = jnp.asarray(-(-COUNTS // 128) * 128)
-    check_gemm("by the rows", input_gradient(call), [dy.values, weight, dy.group], want_rows, slice(None))
+    extents, places = jnp.asarray(-(-COUNTS // 128) * 128), grouping(COUNTS, "psum")[2]
+    planned = plan_between(ARCH.name, rows.values.shape, 2, len(COUNTS), 128)
+    (cleared,) = launch([planned], [rows.values, rows.group], [rows.values])
+    want = np.isin(np.arange(rows.values.shape[0]), places)[:, None] * np.ones(k)
+    np.testing.assert_array_equal(cleared.astype(np.float32), want)
+    check_gemm("by the rows", input_gradient(call), [dy.values, weight, dy.group], want_rows, places)
     check_gemm("by the weights", weight_gradient(call), [dy.values, rows.values, extents], want_weight, slice(None))
 
 

@@ -23,7 +23,7 @@ from jaxmoe.cuda.deepgemm.gemm import Arch as GemmArch
 from jaxmoe.cuda.deepgemm.gemm import Dtype, Gemm, Layout, Major
 from jaxmoe.cuda.deepgemm.prenorm import Prenorm, plan_prenorm
 from jaxmoe.cuda.deepgemm.specs import plan_launch
-from jaxmoe.cuda.deepgemm.zero import plan_zero_rows
+from jaxmoe.cuda.deepgemm.zero import plan_empty
 from jaxmoe.cuda.kernel import run_kernels
 from jaxmoe.cuda.launch import LaunchSpec
 from jaxmoe.cuda.source import KernelSource
@@ -75,7 +75,6 @@ class GemmCall:
       alignment: rows that experts start at multiples of.
       num_sms: SMs to use at most, even; None for all.
       pdl: programmatic stream serialisation.
-      zero_rest: psum: rows of no expert come out as 0, not undefined.
     """
 
     arch: Arch
@@ -90,7 +89,6 @@ class GemmCall:
     alignment: int = 128
     num_sms: int | None = None
     pdl: bool = False
-    zero_rest: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -125,8 +123,7 @@ class GemmCall:
         planned = plan_launch(gemm, num_sms=num_sms, mk_alignment=self.alignment, pdl=self.pdl)
         if planned is None:
             return []
-        rest = [plan_zero_rows(gemm, alignment=self.alignment)] if self.zero_rest or gemm.k_grouped else []
-        return [planned, *rest]
+        return [planned, plan_empty(self.arch.name, gemm)] if gemm.k_grouped else [planned]
 
     def results(self, operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """d over operands of these shapes."""

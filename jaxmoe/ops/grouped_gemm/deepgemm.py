@@ -21,6 +21,7 @@ from jaxmoe.cuda.deepgemm import theoretical_mk_alignment
 from jaxmoe.cuda.deepgemm.call import GEMM_ARCH, GemmCall, call_kernel
 from jaxmoe.cuda.deepgemm.gemm import Dtype
 from jaxmoe.cuda.deepgemm.gemm import Layout as GemmLayout
+from jaxmoe.cuda.deepgemm.zero import zero_between
 from jaxmoe.errors import BackendUnavailable
 from jaxmoe.ops.grouped_gemm import reference
 from jaxmoe.ops.grouped_gemm.constants import undifferentiable
@@ -172,17 +173,26 @@ def _bf16_fwd(call: GemmCall, rows: Array, weight: Array, group: Array) -> tuple
 def _bf16_bwd(call: GemmCall, saved: Any, dy: Array) -> tuple[Array, Array, None]:
     rows, weight, group = saved
     assert call.layout != "dense" and call.layout != "k_grouped"
-    grouping = GroupedRows(dy, group, call.layout, call.alignment)
-    # Rows of no expert hold anything, in dy as well: they are selected away before a sum or a tile can see them.
-    valid = (_labels(grouping, weight.shape[0]) >= 0).reshape(*dy.shape[:-1], 1)
-    zero = jnp.zeros((), jnp.bfloat16)
-    rows, dy = (jnp.where(valid, a, zero) for a in (rows, dy))
+    grouping, e = GroupedRows(dy, group, call.layout, call.alignment), weight.shape[0]
+    # Rows of no expert hold anything, in dy as well: they are gone before a sum or a tile can see them.
+    dy = _without_padding(grouping, e)
     (d_rows,) = call_kernel(input_gradient(call), (dy, weight, group))
-    d_rows = d_rows if call.layout == "psum" else jnp.where(valid, d_rows, zero)
-    return d_rows, _weight_gradient(call, grouping.with_rows(rows), dy, weight), None
+    # The forward pass, which read the rows, lies behind dy: what is done to them now can be done in place.
+    rows, _ = lax.optimization_barrier((rows, dy))
+    rows = grouping.with_rows(_without_padding(grouping.with_rows(rows), e))
+    return _without_padding(grouping.with_rows(d_rows), e), _weight_gradient(call, rows, dy, weight), None
 
 
 _bf16.defvjp(_bf16_fwd, _bf16_bwd)
+
+
+def _without_padding(rows: GroupedRows, num_experts: int) -> Array:
+    """The rows, 0 where no expert has one."""
+    a = rows.values
+    if rows.layout == "psum" and a.size:
+        return zero_between(target.current().name, rows.alignment)(a, rows.group)
+    valid = (_labels(rows, num_experts) >= 0).reshape(*a.shape[:-1], 1)
+    return jnp.where(valid, a, jnp.zeros((), a.dtype))
 
 
 def _weight_gradient(call: GemmCall, rows: GroupedRows, dy: Array, weight: Array) -> Array:
@@ -211,8 +221,8 @@ def gradient_gemms(call: GemmCall, rows: Any, weight: Any, y: Any) -> list[tuple
 
 
 def input_gradient(call: GemmCall) -> GemmCall:
-    """The GEMM dL/dy × weight, which reads the same weights the other way; psum rows of no expert come out as 0."""
-    return dataclasses.replace(call, d="bf16", b_major="MN", zero_rest=call.layout == "psum")
+    """The GEMM dL/dy × weight, which reads the same weights the other way."""
+    return dataclasses.replace(call, d="bf16", b_major="MN")
 
 
 def weight_gradient(call: GemmCall) -> GemmCall:
