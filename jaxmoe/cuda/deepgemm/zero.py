@@ -27,10 +27,11 @@ def plan_empty(arch: str, gemm: Gemm) -> tuple[KernelSource, LaunchSpec]:
 
 
 def plan_between(
-    arch: str, shape: tuple[int, int], itemsize: int, groups: int, alignment: int
+    arch: str, shape: tuple[int, ...], itemsize: int, groups: int, alignment: int
 ) -> tuple[KernelSource, LaunchSpec]:
-    """Source and launch that zero every row of no expert; psum rows [M, W] as result and argument 0, their ends as 1."""
-    return _plan(arch, Buffer("argument", 1), groups, alignment, shape[0], shape[1] * itemsize)
+    """Source and launch that zero every row of no expert of psum rows [M, W]: result 0, with their ends as argument 1."""
+    rows, width = shape
+    return _plan(arch, Buffer("argument", 1), groups, alignment, rows, width * itemsize)
 
 
 @functools.cache
