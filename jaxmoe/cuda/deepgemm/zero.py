@@ -29,7 +29,7 @@ def plan_empty(arch: str, gemm: Gemm) -> tuple[KernelSource, LaunchSpec]:
 def plan_between(
     arch: str, shape: tuple[int, ...], itemsize: int, groups: int, alignment: int
 ) -> tuple[KernelSource, LaunchSpec]:
-    """Source and launch that zero every row of no expert of psum rows [M, W]: result 0, with their ends as argument 1."""
+    """Source and launch that zero every row of no expert of psum rows [M, W], result 0; their ends are argument 1."""
     rows, width = shape
     return _plan(arch, Buffer("argument", 1), groups, alignment, rows, width * itemsize)
 
