@@ -102,7 +102,7 @@ def sources_of(case: Case, arch: str = "sm_90a", sms: int = 8) -> list[KernelSou
         specs.combine(arch, s, 0, 1, expand=case.expand, weights=True),
         specs.dispatch(arch, s, plain, 0, 1, mode="again", expand=case.expand, weights=False),
     )
-    calls = (*calls, *(specs.gather(arch, s, 0, tokens) for tokens in (1, 4)))
+    calls = (*calls, specs.gather(arch, s, 0, 1))
     return [source for call in calls for source, _ in call.launches]
 
 
@@ -141,9 +141,9 @@ def _check(case: Case, model: Any, ranks: Any, s: Sizes, wire: Wire, plain: Wire
             places = {n: np.asarray(a) for n, a in formats.expanded_places(jnp.asarray(ids), s, me[i]).items()}
             given[i] |= {"ranks": places["ranks"], "metadata": places["metadata"]}
     options: dict[str, Any] = {"mode": case.mode, "expand": case.expand}
-    for tokens in (m, 1, m - 1, m):  # all ranks' ids; parts of earlier calls are in the way
-        given_ids = rng.integers(-1, case.experts, (r, tokens, k)).astype(np.int32)
-        gathers = [specs.gather(ranks.arch, s, FIRST_CONTEXT + i, tokens) for i in range(r)]
+    for _ in range(3):  # all ranks' ids; with other ranks' parts of earlier calls in the way
+        given_ids = rng.integers(-1, case.experts, (r, m, k)).astype(np.int32)
+        gathers = [specs.gather(ranks.arch, s, FIRST_CONTEXT + i, m) for i in range(r)]
         for i, one in enumerate(ranks.run(gathers, [{"ids": a} for a in given_ids])):
             same(f"rank {i} gather", one["all_ids"], given_ids)
     # Ranks may have different numbers of tokens: each launches its own.

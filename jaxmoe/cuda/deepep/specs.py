@@ -198,20 +198,19 @@ def gather(arch: str, s: Sizes, context: int, tokens: int) -> Call:
     """
     _check_tokens(s, tokens)
     count = tokens * s.top_k
-    word, ints = ("int4", 4) if count % 4 == 0 else ("int", 1)
     results = {"all_ids": jax.ShapeDtypeStruct((s.ranks, tokens, s.top_k), jnp.int32)}
     at = _Places(("ids",), tuple(results))
     params = (
         at("ids", 4 * count),
         at("all_ids", 4 * s.ranks * count),
-        Integer(count // ints),
+        Integer(count),
         _comm(s, context),
         PeerField(context, "window"),
         PeerField(context, "base"),
         PeerField(context, "workspace"),
         PeerField(context, "rank"),
     )
-    source = gather_source(arch, s, word)
+    source = gather_source(arch, s)
     spec = LaunchSpec(source.name, source.name, (1, 1, 1), (1024, 1, 1), 0, params)
     return Call("jaxmoe_deepep_gather", ("ids",), results, ((source, spec),))
 

@@ -40,9 +40,9 @@ def reduce_source(arch: str, s: Sizes, *, expand: bool) -> KernelSource:
     return _source("combine_reduce_epilogue", arch, s, (expand, _REDUCE_AT_SENDER, *launch, *sizes))
 
 
-def gather_source(arch: str, s: Sizes, word: str) -> KernelSource:
-    """Gives every rank all ranks' ids, as words of a C++ type; our own."""
-    instance = f"jaxmoe_gather_ids<{s.ranks}, {word}, {_shown((s.timeout_cycles,))}>"
+def gather_source(arch: str, s: Sizes) -> KernelSource:
+    """Gives every rank all ranks' ids; our own."""
+    instance = f"jaxmoe_gather_ids<{_shown((s.ranks, s.timeout_cycles))}>"
     return _kernel("gather_ids", arch, s, own_code("gather_ids"), instance)
 
 

@@ -4,16 +4,15 @@
 #include <deep_ep/common/comm.cuh>
 
 // ids: [count]. out: [ranks, count]. base: records of this rank, of which nothing is of value between two calls.
-template <int kRanks, typename Word, long long kTimeoutCycles>
-__global__ void __launch_bounds__(1024, 1) jaxmoe_gather_ids(const Word* __restrict__ ids, Word* __restrict__ out,
-                                                             int count, const ncclDevComm_t comm,
-                                                             const ncclWindow_t window, void* base, void* workspace,
-                                                             int rank) {
+template <int kRanks, long long kTimeoutCycles>
+__global__ void __launch_bounds__(1024, 1) jaxmoe_gather_ids(const int* __restrict__ ids, int* __restrict__ out, int count,
+                                                             const ncclDevComm_t comm, const ncclWindow_t window,
+                                                             void* base, void* workspace, int rank) {
     namespace ep = deep_ep::elastic;
     const auto layout = ep::layout::WorkspaceLayout(workspace, 1, kRanks, 0);
     const auto gin = ep::handle::NCCLGin(comm, window, 0);
     const int thread = threadIdx.x;
-    Word* own = static_cast<Word*>(base);
+    int* own = static_cast<int*>(base);
 
     auto meet = [&] {
         __threadfence_system();
@@ -25,17 +24,10 @@ __global__ void __launch_bounds__(1024, 1) jaxmoe_gather_ids(const Word* __restr
     };
 
     meet();  // nobody reads the buffers any more
-    Word* there[kRanks];
-    #pragma unroll
-    for (int peer = 0; peer < kRanks; ++peer)
-        there[peer] = gin.template get_sym_ptr<ncclTeamTagLsa>(own + static_cast<long long>(rank) * count, peer);
-    #pragma unroll 4
-    for (int i = thread; i < count; i += 1024) {
-        const Word word = ids[i];
-        #pragma unroll
-        for (int peer = 0; peer < kRanks; ++peer) there[peer][i] = word;
+    for (int peer = 0; peer < kRanks; ++peer) {
+        int* there = gin.template get_sym_ptr<ncclTeamTagLsa>(own + static_cast<long long>(rank) * count, peer);
+        for (int i = thread; i < count; i += blockDim.x) there[i] = ids[i];
     }
     meet();
-    #pragma unroll 8
-    for (int i = thread; i < kRanks * count; i += 1024) out[i] = __ldcg(own + i);
+    for (int i = thread; i < kRanks * count; i += blockDim.x) out[i] = __ldcg(own + i);
 }
