@@ -59,8 +59,8 @@ def supported(fmt: WeightFormat, layout: Layout, backend: str) -> bool:
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced kernels are neither compiled nor launched."""
     monkeypatch.setattr(
-        "jaxmoe.cuda.deepgemm.call.run_kernel",
-        lambda planned, args, results: [jnp.zeros(r.shape, r.dtype) for r in results],
+        "jaxmoe.cuda.deepgemm.call.run_kernels",
+        lambda planned, args, results, **options: [jnp.zeros(r.shape, r.dtype) for r in results],
     )
 
 

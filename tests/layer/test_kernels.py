@@ -12,7 +12,7 @@ import pytest
 from jaxmoe.config import Execution, MoEConfig, RouterConfig, SharedExperts
 from jaxmoe.cuda import ffi
 from jaxmoe.cuda.arch import Arch
-from jaxmoe.cuda.deepgemm import call
+from jaxmoe.cuda.deepgemm import call, zero
 from jaxmoe.cuda.source import KernelSource
 from jaxmoe.cuda.target import target
 from jaxmoe.errors import FormatError
@@ -99,12 +99,13 @@ def launched(monkeypatch) -> Callable[..., set[KernelSource]]:
     """Traces a layer of 200 tokens for a GPU, differentiated or not; the kernels that it asks for."""
     asked = []
 
-    def run_kernel(planned, args, results):
-        asked.append(planned[0])
+    def run_kernels(planned, args, results, **options):
+        asked.extend(source for source, _ in planned)
         return tuple(jnp.zeros(result.shape, result.dtype) for result in results)
 
-    monkeypatch.setattr(call, "run_kernel", run_kernel)
-    monkeypatch.setattr(places, "run_kernel", run_kernel)
+    monkeypatch.setattr(call, "run_kernels", run_kernels)
+    monkeypatch.setattr(zero, "run_kernels", run_kernels)
+    monkeypatch.setattr(places, "run_kernel", lambda planned, *operands: run_kernels([planned], *operands))
     monkeypatch.setattr(ffi, "library", lambda: None)
     monkeypatch.setitem(grouped_gemm.BACKENDS, "deepgemm", deepgemm.grouped_gemm)
 
