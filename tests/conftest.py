@@ -19,11 +19,8 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        f"--xla_force_host_platform_device_count={1 if 'JAXMOE_RANK' in os.environ else 8}",
-    ]
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    f" --xla_force_host_platform_device_count={1 if 'JAXMOE_RANK' in os.environ else 8}"
 )
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes may share a GPU
